@@ -20,10 +20,12 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python scripts/overview.py --full
 	$(BIN)/zensical build --clean --strict
 
 # The site, at http://127.0.0.1:8000, built anew when a page changes.
 docs: $(STAMP)
+	$(BIN)/python scripts/overview.py --full
 	$(BIN)/zensical serve
 
 unit: $(STAMP)
@@ -32,8 +34,8 @@ unit: $(STAMP)
 # The long suites: every kill, every pair, every benchmark case. Nightly and before a release.
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/unit/data --start-method forkserver $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/unit/data --start-method spawn $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/data --start-method forkserver $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/data --start-method spawn $(PYTEST_ARGS)
 
 # On a machine with a CUDA device; fails if no test ran.
 gpu: $(STAMP)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.peers import monai_loader
 from benchmarks.suite import Aim, Case, Meter, Suite
-from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.loading.loader import PrefetchLoader
 
 __all__ = ["GRID", "SUITE", "Cell", "grid"]
 

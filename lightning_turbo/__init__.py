@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.callbacks.prefetch import Prefetch as Prefetch
     from lightning_turbo.data import augment as augment
     from lightning_turbo.data.dali.loader import DALILoader as DALILoader
-    from lightning_turbo.data.device import DevicePrefetcher as DevicePrefetcher
-    from lightning_turbo.data.loader import PrefetchLoader as PrefetchLoader
+    from lightning_turbo.data.loading.device import DevicePrefetcher as DevicePrefetcher
+    from lightning_turbo.data.loading.loader import PrefetchLoader as PrefetchLoader
+    from lightning_turbo.data.loading.tune_workers import tune_workers as tune_workers
     from lightning_turbo.data.normalize import Normalize as Normalize
-    from lightning_turbo.data.packed import PackedDataset as PackedDataset
-    from lightning_turbo.data.patches import PatchDataset as PatchDataset
+    from lightning_turbo.data.orders.seeded_sampler import SeededSampler as SeededSampler
+    from lightning_turbo.data.packed.packed_dataset import PackedDataset as PackedDataset
+    from lightning_turbo.data.packed.patches import PatchDataset as PatchDataset
     from lightning_turbo.data.sample_seeds import seed_samples as seed_samples
-    from lightning_turbo.data.seeded_sampler import SeededSampler as SeededSampler
-    from lightning_turbo.data.tune_workers import tune_workers as tune_workers
     from lightning_turbo.datamodules.dali import DALIDataModule as DALIDataModule
     from lightning_turbo.datamodules.prefetch import PrefetchDataModule as PrefetchDataModule
     from lightning_turbo.doctor.callback import Doctor as Doctor
@@ -61,16 +61,16 @@ PUBLIC = {
     "Data": {
         "Prefetch": "callbacks.prefetch",
         "PrefetchDataModule": "datamodules.prefetch",
-        "PrefetchLoader": "data.loader",
-        "DevicePrefetcher": "data.device",
-        "PackedDataset": "data.packed",
-        "PatchDataset": "data.patches",
+        "PrefetchLoader": "data.loading.loader",
+        "DevicePrefetcher": "data.loading.device",
+        "PackedDataset": "data.packed.packed_dataset",
+        "PatchDataset": "data.packed.patches",
         "Normalize": "data.normalize",
         "AugmentBatches": "callbacks.augment",
         "augment": "data.augment",
-        "tune_workers": "data.tune_workers",
+        "tune_workers": "data.loading.tune_workers",
         "seed_samples": "data.sample_seeds",
-        "SeededSampler": "data.seeded_sampler",
+        "SeededSampler": "data.orders.seeded_sampler",
         "DALILoader": "data.dali.loader",
         "DALIDataModule": "datamodules.dali",
     },

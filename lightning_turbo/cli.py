@@ -232,7 +232,7 @@ def _add_pack(commands: Commands) -> None:
 
 
 def _pack(arguments: argparse.Namespace) -> int:
-    from lightning_turbo.data.pack_files import pack_folder
+    from lightning_turbo.data.packed.pack_files import pack_folder
 
     names = ("labels", "size", "mode", "classes", "modalities", "skip_broken", "overwrite")
     options = {name: getattr(arguments, name) for name in names}

@@ -2,6 +2,7 @@
 
 python scripts/overview.py            write the pages
 python scripts/overview.py --check    only tell, by the exit status, whether they are up to date
+python scripts/overview.py --full     write llms-full.txt for the site and the skill; not in git
 """
 
 import importlib
@@ -18,6 +19,7 @@ CARDS = ROOT / "docs" / "cards"
 API, SITE = ROOT / "docs" / "api" / "README.md", ROOT / "zensical.toml"
 AUGMENTATION = CARDS / "batch-augmentation.md"
 SKILL = ROOT / "skills" / "lightning-turbo" / "SKILL.md"
+FULL = (ROOT / "docs" / "llms-full.txt", SKILL.with_name("llms-full.txt"))
 GUIDES = (
     "quick-start", "prefetching", "resume", "levels", "migration", "coming-from", "peers", "segmentation-monai",
     "scale-out", "from-plain-pytorch", "dali-sharding-and-resume", "apex-levels",
@@ -213,9 +215,8 @@ def generated():
         for names in public_names().values()
         for name in names
     }
-    full = everything_for_assistants()
-    texts = {ROOT / "docs" / "llms.txt": index_for_assistants(), ROOT / "docs" / "llms-full.txt": full}
-    return pages | {page: updated(page) for page in PARTS} | texts | {SKILL.with_name("llms-full.txt"): full}
+    texts = {ROOT / "docs" / "llms.txt": index_for_assistants()}
+    return pages | {page: updated(page) for page in PARTS} | texts
 
 
 def updated(page):
@@ -232,6 +233,10 @@ def updated(page):
 
 
 def main(argv):
+    if "--full" in argv:
+        for page in FULL:
+            page.write_text(everything_for_assistants())
+        return 0
     texts = generated()
     old = set(API.parent.glob("*.md")) - set(texts)
     stale = [page for page, text in texts.items() if not page.exists() or page.read_text() != text] + sorted(old)

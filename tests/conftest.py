@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_turbo.data import prefetcher
+from lightning_turbo.data.loading import prefetcher
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)

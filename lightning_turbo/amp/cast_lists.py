@@ -1,7 +1,7 @@
 """apex's lists of functions for O1, by namespace: names only.
 
 What is done with them is in ``autocast.py``. Source: the lists of NVIDIA apex.amp, as recorded in
-``tests/data/apex/o1_cast_table.json``.
+``tests/recorded/apex/o1_cast_table.json``.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from lightning_turbo._lightning import (
 )
 from lightning_turbo._random import same_random_numbers, set_generator_state, set_shared_state, shared_state
 from lightning_turbo._trainer import is_fitting, warn_of_open_window
-from lightning_turbo.data.loader import PrefetchLoader
-from lightning_turbo.data.resume import ResumableOrder, count_from, length_of, used_samples, write_used_batches
+from lightning_turbo.data.loading.loader import PrefetchLoader
+from lightning_turbo.data.loading.resume import ResumableOrder, count_from, length_of, used_samples, write_used_batches
 from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import TurboWarning
 

@@ -21,10 +21,10 @@ from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import batch_limit, hooks_before_transfer
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.dali import DALILoader
-from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import DEPTH, PrefetchLoader, with_workers
+from lightning_turbo.data.loading.device import DeviceTransfer
+from lightning_turbo.data.loading.loader import DEPTH, PrefetchLoader, with_workers
+from lightning_turbo.data.loading.tune_workers import tune_workers, why_not_processes
 from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
-from lightning_turbo.data.tune_workers import tune_workers, why_not_processes
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["Prefetch", "wrap_loader"]

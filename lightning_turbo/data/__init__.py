@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from lightning_turbo.data.cache import cache_transforms
 from lightning_turbo.data.dali import DALILoader
-from lightning_turbo.data.device import DevicePrefetcher, DeviceTransfer
-from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.loading.device import DevicePrefetcher, DeviceTransfer
+from lightning_turbo.data.loading.loader import PrefetchLoader
+from lightning_turbo.data.loading.prefetcher import PrefetchIterator
+from lightning_turbo.data.loading.tune_workers import tune_workers
 from lightning_turbo.data.normalize import Normalize
-from lightning_turbo.data.pack_files import pack_folder
-from lightning_turbo.data.packed import PackedDataset
-from lightning_turbo.data.packing import pack
-from lightning_turbo.data.patches import PatchDataset
-from lightning_turbo.data.prefetcher import PrefetchIterator
+from lightning_turbo.data.orders.seeded_sampler import SeededSampler
+from lightning_turbo.data.packed.cache import cache_transforms
+from lightning_turbo.data.packed.pack_files import pack_folder
+from lightning_turbo.data.packed.packed_dataset import PackedDataset
+from lightning_turbo.data.packed.packing import pack
+from lightning_turbo.data.packed.patches import PatchDataset
 from lightning_turbo.data.sample_seeds import seed_sample, seed_samples
-from lightning_turbo.data.seeded_sampler import SeededSampler
-from lightning_turbo.data.tune_workers import tune_workers
 
 __all__ = [
     "DALILoader",

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_turbo._lightning import LightningDataModule, check_binding
 from lightning_turbo.callbacks.prefetch import Prefetch
-from lightning_turbo.data.loader import DEPTH
+from lightning_turbo.data.loading.loader import DEPTH
 
 __all__ = ["PrefetchDataModule"]
 

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._machine import count_cores
 from lightning_turbo._trainer import owner_of_training_data
-from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.data.sample_seeds import SeededDataset
 from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Run, SchedulerFacts, Site
 from lightning_turbo.doctor.source import Sources

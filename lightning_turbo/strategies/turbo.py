@@ -39,8 +39,8 @@ from lightning_turbo.callbacks.grad_to_none import no_effect_reason, zero_grad_a
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.callbacks.prefetch import wrap_loader
 from lightning_turbo.data.dali import DALILoader
-from lightning_turbo.data.device import DeviceTransfer
-from lightning_turbo.data.loader import PrefetchLoader
+from lightning_turbo.data.loading.device import DeviceTransfer
+from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import FORMATS, check_format

@@ -169,7 +169,7 @@ def test_doctor_convert_and_tune_run(bare):
     assert "1 samples" in bare("pack", "arrays", "packed").stdout
 
 
-@pytest.mark.slow  # the short form is in tests/unit/tune/test_report.py
+@pytest.mark.slow  # the short form is in tests/tune/test_report.py
 def test_tune_runs_and_says_in_one_line_how_to_get_a_picture(bare):
     (bare.folder / "train.py").write_text(SCRIPT)
     done = bare("tune", "--minutes", "0.1", "--only", "release-gradients", "train.py")

@@ -25,9 +25,7 @@ FLOORS = (
     ),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-LINES = 23_600  # a ceiling with room, so that nobody squeezes a line
 WORST_COMPLEXITY = 12  # of each function and method
-MOST_ATTRIBUTES = 12  # of each class, kept between calls
 # Where attributes are put in that no editor finds: those that are set on this class are set on the dataset inside.
 PUT_IN_BY_UPDATE = {("data/sample_seeds.py", "SeededDataset")}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -82,10 +80,6 @@ def test_functions_are_simple():
     assert worst == {}
 
 
-def test_the_package_stays_under_its_ceiling():
-    assert sum(path.read_text().count("\n") for path in FILES) <= LINES
-
-
 def test_no_blanket_ignores():
     for path in FILES:
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -132,18 +126,7 @@ def classes():
                 yield path.relative_to(ROOT).as_posix(), node
 
 
-def attributes(cls):
-    """The names that a class gives to attributes of ``self``, in whatever method."""
-    return {
-        node.attr
-        for node in ast.walk(cls)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
-    }
-
-
-def test_a_class_keeps_few_attributes_which_are_assigned_by_name():
-    many = {(path, cls.name): len(attributes(cls)) for path, cls in classes()}
-    assert {cls: count for cls, count in many.items() if count > MOST_ATTRIBUTES} == {}
+def test_attributes_are_assigned_by_name():
     updates = ("vars(self).update", "self.__dict__.update")
     hidden = {
         (path, cls.name)
@@ -152,8 +135,3 @@ def test_a_class_keeps_few_attributes_which_are_assigned_by_name():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in updates
     }
     assert hidden <= PUT_IN_BY_UPDATE
-
-
-def test_what_counts_attributes_finds_them():
-    source = "class A:\n def f(self):\n  self.a, (self.b, x.c) = 1, (2, 3)\n  self.d: int = self.e\n  self.g += 1"
-    assert attributes(ast.parse(source)) == {"a", "b", "d", "g"}

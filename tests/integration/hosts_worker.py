@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO
-from lightning_turbo.data import prefetcher
+from lightning_turbo.data.loading import prefetcher
 from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 

@@ -22,10 +22,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO, TurboDDPStrategy
-from lightning_turbo.data import prefetcher
+from lightning_turbo.data.loading import prefetcher
+from tests.data.samples import Rows, seeded
 from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
-from tests.unit.data.samples import Rows, seeded
 from tests.versions import unpickling
 
 prefetcher.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same

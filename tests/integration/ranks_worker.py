@@ -30,7 +30,7 @@ from lightning_turbo import (
     TurboDDPStrategy,
 )
 from lightning_turbo._distributed import gather_for_checkpoint
-from lightning_turbo.data import prefetcher
+from lightning_turbo.data.loading import prefetcher
 from tests import registry, trainers
 from tests.integration import resuming
 from tests.integration.noting import gives

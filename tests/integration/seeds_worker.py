@@ -16,10 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.orders.seeded_sampler import SeededSampler
 from lightning_turbo.data.sample_seeds import seed_samples
-from lightning_turbo.data.seeded_sampler import SeededSampler
 from lightning_turbo.errors import NoEffectWarning
-from tests.unit.data.samples import Rows
+from tests.data.samples import Rows
 
 SEED, EPOCHS = 11, 2
 

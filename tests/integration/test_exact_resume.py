@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.callbacks.exact_resume import KEY
+from tests.data.samples import Rows
 from tests.integration.noting import EACH_STRATEGY, Save
 from tests.trainers import quiet_trainer
-from tests.unit.data.samples import Rows
 from tests.versions import unpickling
 
 pytestmark = [

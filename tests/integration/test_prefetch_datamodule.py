@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_turbo import ExactResume, Normalize, Prefetch, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.callbacks import prefetch
-from lightning_turbo.data.tune_workers import WorkerTuning
+from lightning_turbo.data.loading.tune_workers import WorkerTuning
 from lightning_turbo.errors import NoEffectWarning
+from tests.data.samples import Rows, Stream
 from tests.integration.noting import Noting, Numbers, fit, gives
 from tests.leftovers import nothing_is_left
 from tests.trainers import quiet_trainer
-from tests.unit.data.samples import Rows, Stream
 from tests.versions import unpickling
 
 pytestmark = [

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import PrefetchDataModule, PrefetchLoader, SeededSampler
-from lightning_turbo.data.loader import prefetching
+from lightning_turbo.data.loading.loader import prefetching
+from tests.data.samples import Stream
 from tests.integration.noting import EACH_STRATEGY, Save, fit, gives
 from tests.trainers import quiet_trainer
-from tests.unit.data.samples import Stream
 from tests.versions import BEGINS_ONCE, unpickling
 
 pytestmark = [

@@ -13,9 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_turbo import ExactResume, Prefetch, PrefetchLoader, SeededSampler
 from lightning_turbo.callbacks.exact_resume import KEY
 from lightning_turbo.errors import TurboWarning
+from tests.data.samples import Rows, Stream, take, values
 from tests.integration.anywhere_worker import Net, Stop
 from tests.trainers import quiet_trainer
-from tests.unit.data.samples import Rows, Stream, take, values
 from tests.versions import unpickling
 
 # torchdata calls a function of torch that is on its way out.
@@ -138,7 +138,7 @@ def test_torchdatas_loader_tells_in_numbers_what_another_batch_size_does(tmp_pat
 @pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")
 def test_a_checkpoint_of_before_samples_were_counted_goes_on():
     """Of ``range(20)`` in shuffled batches of three, with ``ExactResume``, two batches into the second epoch."""
-    path = Path(__file__).parents[1] / "data/resume/earlier.ckpt"
+    path = Path(__file__).parents[1] / "recorded/resume/earlier.ckpt"
     model = Noting()
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = quiet_trainer(max_epochs=3, callbacks=[ExactResume()])

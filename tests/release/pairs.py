@@ -59,7 +59,7 @@ def main():
     subprocess.run([*install, *pinned, *others], check=True)
     shown = "import sys, torch, lightning; print(sys.version.split()[0], torch.__version__, lightning.__version__)"
     subprocess.run([python, "-c", shown], check=True)
-    arguments = given[end + 1 :] or ["tests/unit", "tests/integration"]
+    arguments = given[end + 1 :] or ["tests", "tests/integration"]
     # The repository itself is the package here: pytest puts its root on the path, and PYTHONPATH tells child processes.
     command = [python, "-m", "pytest", "-q", *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,0 +1,97 @@
+"""``ThreadedDataset``: the samples of a batch, loaded by several threads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from lightning_turbo._random import GeneratorWatch
+from lightning_turbo.data.loading.prefetcher import load_in_this_thread
+from lightning_turbo.data.loading.thread_state import ThreadState
+from lightning_turbo.errors import NoEffectWarning
+
+__all__ = ["ThreadedDataset"]
+
+
+class ThreadedDataset:
+    """A dataset whose batches are loaded by several threads, a sample each. All else is the dataset's own.
+
+    The first two batches are loaded by the calling thread alone. If that draws from the global RNGs, or from a
+    generator that the dataset holds, so are all others: in several threads the numbers would depend on timing. Each
+    worker process finds that out for itself. The threads start with the third batch, and end with ``close``, after an
+    error (whoever keeps the error keeps this object), and with the process; a forked child starts threads of its own.
+    """
+
+    def __init__(self, dataset: Any, threads: int) -> None:
+        # Other attributes that are set belong to the dataset, see __setattr__.
+        object.__setattr__(self, "_dataset", dataset)
+        object.__setattr__(self, "_threads", threads)
+        object.__setattr__(self, "_pool", None)
+        object.__setattr__(self, "_process", None)  # that started the threads
+        object.__setattr__(self, "_is_alone", False)
+        object.__setattr__(self, "_looks", 2)  # batches that are still looked at; a loader decides at its second one
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        if self._is_alone:
+            return [self._dataset[index] for index in indices]
+        if self._looks:
+            return self._load_watched(indices)
+        if self._pool is None or self._process != os.getpid():
+            settings = {"initializer": _enter, "initargs": (ThreadState(),)}
+            started = ThreadPoolExecutor(self._threads, "lightning_turbo-prefetch", **settings)
+            object.__setattr__(self, "_pool", started)
+            object.__setattr__(self, "_process", os.getpid())
+        pool: Any = self._pool
+        try:
+            return list(pool.map(self._dataset.__getitem__, indices))
+        except BaseException:
+            self.close()
+            raise
+
+    def _load_watched(self, indices: Any) -> list[Any]:
+        with GeneratorWatch(self._dataset) as watch:
+            samples = [self._dataset[index] for index in indices]
+        object.__setattr__(self, "_is_alone", bool(watch.drew))
+        object.__setattr__(self, "_looks", self._looks - 1)
+        if watch.drew and get_worker_info() is not None:  # in the process itself, the loader tells of it
+            warnings.warn(
+                f"Loading draws from {' and '.join(watch.drew)}: in several threads the numbers would depend on "
+                f"timing, whatever the seed. One thread loads instead of threads={self._threads}. Derive the random "
+                "numbers of a sample from its index, or use more worker processes.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        return samples
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def close(self) -> None:
+        """End the threads. The next batch starts others."""
+        pool = self._pool
+        object.__setattr__(self, "_pool", None)
+        if pool is not None and self._process == os.getpid():
+            pool.shutdown(cancel_futures=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_dataset" not in vars(self):  # while this object is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)  # as a worker_init_fn does
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pool": None}
+
+
+def _enter(modes: ThreadState) -> None:
+    modes.enter()
+    load_in_this_thread(serves=True)

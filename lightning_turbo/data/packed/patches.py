@@ -1,0 +1,283 @@
+"""``PatchDataset``: random patches of packed volumes, of which only the patch is read."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_turbo._checks import check_count, check_functions, expect, is_list, is_number, is_whole
+from lightning_turbo.data.packed.packed_dataset import PackedDataset, WholeBatch, build, open_fields, split_batch
+from lightning_turbo.data.packed.rows import Rows, open_rows, read_row, shape_at
+from lightning_turbo.data.sample_seeds import seed_sample
+
+__all__ = ["PatchDataset"]
+
+ANY = 0  # for the share of foreground of whatever class
+
+
+class Place(NamedTuple):
+    """Where a patch lies: the row of its scan, and its first voxel in it, which is negative in the padding."""
+
+    scan: int
+    start: tuple[int, ...]
+
+
+class PatchDataset(Dataset[Any]):
+    """Random patches of the volumes of a packed folder, which may differ in size.
+
+    The files are memory-mapped, and only the patch is read. Sample ``n`` is a patch of the scan ``n // per_scan``; with
+    a sampler that shuffles, the patches of all scans come in random order, and a distributed sampler deals patches,
+    not scans, out to the ranks. Volumes get their channel axis first, one channel where they have none.
+
+    Where a patch lies is drawn from torch's global RNG. With sample seeds (``seed_samples``, ``sample_seeds=``) it
+    follows from (seed, epoch, index) alone: the same patches with any number of workers and ranks, and after a restart.
+
+    Args:
+        source: A folder written by ``pack_folder`` or ``pack``.
+        patch: Size of a patch in voxels (or pixels), without channels.
+        per_scan: Number of patches of each scan in an epoch.
+        foreground: Share of the patches with a voxel of foreground in their centre, if the border allows, from 0 to 1:
+            of a class of the scan, each as likely, then of one of its places. Or a share for each class:
+            ``{1: 0.2, 2: 0.4}``. A scan without the class gives any patch. Needs the places that
+            ``pack_folder(labels=)`` or ``pack(foreground=)`` store.
+        pad: What fills a patch where a scan is smaller than it; label volumes get 0. ``None``: an error.
+        keys: Names of fields, as those of ``PackedDataset``. Fields with the axes of the patch are cut; an affine is
+            that of the patch; others come whole.
+        scans: The rows of the scans to take, as for training and validation. Default: all.
+        transform: Called on each sample, as MONAI's and TorchIO's transforms are.
+
+    Raises:
+        FileNotFoundError: If the folder is missing.
+        KeyError: If a field of ``keys`` is missing.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a scan is smaller than ``patch`` without ``pad``, has another number of axes or channels, or
+            fields that differ in shape (the message names its file); if places of foreground or a class are missing, or
+            an argument is out of range.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_turbo.data import pack
+        >>> folder = tempfile.mkdtemp() + "/packed"
+        >>> scans = [{"image": np.zeros((5 + n, 6, 7)), "label": np.eye(6, 7)[None].repeat(5 + n, 0)} for n in (0, 1)]
+        >>> _ = pack(scans, folder, foreground="label")
+        >>> data = PatchDataset(folder, (4, 4, 4), per_scan=3, foreground=1.0)
+        >>> len(data), data[4]["image"].shape, bool(data[4]["label"].any())
+        (6, torch.Size([1, 4, 4, 4]), True)
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        patch: Sequence[int],
+        *,
+        per_scan: int = 1,
+        foreground: float | Mapping[int, float] = 0.0,
+        pad: float | None = None,
+        keys: Sequence[str] | Mapping[str, str] | None = None,
+        scans: Sequence[int] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        sizes = is_list(patch) and len(patch) > 0 and all(is_whole(length, 1) for length in patch)
+        expect(sizes, "patch", patch, "a size such as (96, 96, 96), each at least 1", TypeError)
+        expect(pad is None or is_number(pad), "pad", pad, "a finite number, or None", TypeError)
+        check_functions(transform=transform)
+        self.patch, self.per_scan, self.pad = tuple(map(int, patch)), check_count("per_scan", per_scan), pad
+        self.foreground, self.transform = _check_shares(foreground), transform
+        self._source, self._keys = source, keys
+        self._opened: _Volumes | None = _Volumes(source, keys, len(self.patch))
+        # All scans are looked at now: in the middle of an epoch an error would end hours of training.
+        total = len(self._opened)
+        self.scans = [range(total)[scan] for scan in (range(total) if scans is None else scans)]
+        expect(self.scans, "scans", scans, "at least one row")
+        self._opened.check(self.scans, None if pad is not None else self.patch)
+        self._opened.check_pad(pad)
+        if self.foreground:
+            self._opened.check_foreground(self.scans, self.foreground)
+
+    @property
+    def _volumes(self) -> _Volumes:
+        if self._opened is None:
+            self._opened = _Volumes(self._source, self._keys, len(self.patch))
+        return self._opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}  # each process maps the files itself
+
+    def __len__(self) -> int:
+        return len(self.scans) * self.per_scan
+
+    def __getitem__(self, index: int) -> Any:
+        volumes, place = self._volumes, self._draw(index)
+        parts = {name: self._read(name, [place])[0] for name in volumes.arrays}
+        sample = build(volumes.template, parts)
+        return sample if self.transform is None else self.transform(sample)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the patches at ``indices``, read into one batch if no transform has to see them one by one."""
+        volumes = self._volumes
+        if self.transform is not None or not volumes.batched:
+            return [self[index] for index in indices]
+        places = [self._draw(index) for index in indices]
+        batch = build(volumes.template, {name: self._read(name, places) for name in volumes.arrays})
+        samples = WholeBatch(split_batch(batch))
+        samples.batch = batch
+        return samples
+
+    collate = staticmethod(PackedDataset.collate)
+
+    def _draw(self, index: int) -> Place:
+        """Draw the place of a patch. Each takes the same number of draws, whatever they decide."""
+        seed_sample(index)
+        scan = self.scans[range(len(self))[index] // self.per_scan]
+        chance, which, where, *free = torch.rand(3 + len(self.patch), dtype=torch.float64).tolist()
+        centre = self._volumes.foreground_at(scan, self.foreground, chance, which, where)
+        lengths, start = self._volumes.lengths(scan), []
+        for axis, (length, size) in enumerate(zip(lengths, self.patch, strict=True)):
+            room = length - size
+            if room < 0:
+                start.append(-(-room // 2))  # the scan lies in the middle of the padding
+            elif centre is None:
+                start.append(int(free[axis] * (room + 1)))
+            else:
+                # Near the border of the scan the place is not in the middle of its patch.
+                start.append(min(max(centre[axis] - size // 2, 0), room))
+        return Place(scan, tuple(start))
+
+    def _read(self, name: str, places: Sequence[Place]) -> Any:
+        """Return the patches of a field, or its rows where it is not cut, stacked if they are alike."""
+        volumes = self._volumes
+        if name in volumes.cut:
+            # Read straight into the batch, in the byte order of this machine, as torch has no other.
+            shape = (len(places), volumes.channels[name], *self.patch)
+            batch = np.empty(shape, dtype=volumes.arrays[name].dtype.newbyteorder("="))
+            for patch, place in zip(batch, places, strict=True):
+                self._cut(name, place, patch)
+            return torch.from_numpy(batch)
+        rows = [read_row(volumes.arrays[name], place.scan) for place in places]
+        if name.rpartition(".")[2] == "affine" and len(self.patch) == 3:
+            # From voxels of the patch, whose first one lies at ``start`` in the scan.
+            for affine, place in zip(rows, places, strict=True):
+                affine[:3, 3] += affine[:3, :3] @ np.array(place.start)
+        return rows if isinstance(rows[0], str) else torch.from_numpy(np.stack(rows))
+
+    def _cut(self, name: str, place: Place, patch: np.ndarray) -> None:
+        """Read a patch of a field."""
+        row = self._volumes.arrays[name][place.scan]
+        # Where the patch lies in the scan, and where what is read lies in the patch, which may reach over the border.
+        inside, outside = [], []
+        for first, size, length in zip(place.start, self.patch, row.shape[-len(self.patch) :], strict=True):
+            begin, end = max(first, 0), min(first + size, length)
+            inside.append(slice(begin, end))
+            outside.append(slice(begin - first, end - first))
+        read = row[(*[slice(None)] * (row.ndim - len(inside)), *inside)]
+        if read.shape[-len(inside) :] != self.patch:
+            patch[...] = 0 if name == self._volumes.label else self.pad
+        patch[(slice(None), *outside)] = read
+
+
+class _Volumes:
+    """The fields of a packed folder as patches are cut from them.
+
+    Attributes:
+        arrays: The fields of a sample by name, mapped.
+        cut: Names of those that are cut.
+        batched: Whether the others have one shape.
+        label: Name of the label volumes whose places of foreground are stored, or ``None``.
+    """
+
+    def __init__(self, source: Any, keys: Any, axes: int) -> None:
+        paths = isinstance(source, (str, os.PathLike))
+        expect(paths, "source", source, "a folder written by pack_folder or pack", TypeError)
+        self._folder, self._axes = Path(source), axes
+        contents, self.template, self.arrays = open_fields(source, keys)
+        self.label = contents.get("foreground")
+        ranks = {name: len(shape_at(rows, 0)) for name, rows in self.arrays.items()}
+        self.cut = [name for name, rank in ranks.items() if rank >= axes and name.rpartition(".")[2] != "affine"]
+        expect(self.cut, "patch", f"{axes} axes for fields of {ranks}", "a field with the axes of the patch")
+        self.channels = {name: self._channels(name, 0) for name in self.cut}
+        self.batched = not any(isinstance(rows, Rows) for name, rows in self.arrays.items() if name not in self.cut)
+        self._classes, self._places = (self._beside(f"{self.label}.{what}") for what in ("classes", "places"))
+
+    def __len__(self) -> int:
+        return len(self.arrays[self.cut[0]])
+
+    def _beside(self, name: str) -> Any:
+        path = self._folder / f"{name}.npy"
+        return open_rows(path) if path.exists() else None
+
+    def _channels(self, name: str, scan: int) -> int:
+        shape = shape_at(self.arrays[name], scan)
+        return shape[0] if len(shape) > self._axes else 1
+
+    def lengths(self, scan: int) -> tuple[int, ...]:
+        """Return the lengths of a scan without its channels."""
+        return shape_at(self.arrays[self.cut[0]], scan)[-self._axes :]
+
+    def check(self, scans: Sequence[int], least: Sequence[int] | None) -> None:
+        """Refuse scans that do not fit one another, or are smaller than ``least``; the message names the file."""
+        files = self._beside("files")
+        for scan in scans:
+            file = f"scan {scan}" if files is None else f"{files[scan]!r}"
+            lengths = self.lengths(scan)
+            for name in self.cut:
+                shape, title = shape_at(self.arrays[name], scan), f"{name} of {file}"
+                what = f"{self._axes} axes, or channels and {self._axes} axes"
+                expect(self._axes <= len(shape) <= self._axes + 1, title, shape, what)
+                expect(shape[-self._axes :] == lengths, title, shape, f"the shape {lengths} of {self.cut[0]}")
+                channels = self.channels[name]
+                expect(self._channels(name, scan) == channels, title, shape, f"{channels} channels as the first scan")
+            fits = least is None or all(map(operator.le, least, lengths))
+            expect(fits, f"patch for {file}", least, f"a size within {lengths}, or pad= with a number")
+
+    def check_pad(self, pad: float | None) -> None:
+        """Refuse a number that a field cannot hold."""
+        for name in self.cut:
+            dtype = self.arrays[name].dtype
+            if pad is not None and name != self.label:
+                with np.errstate(invalid="ignore"):
+                    held = np.asarray(pad).astype(dtype).item()
+                expect(np.isclose(held, pad), "pad", pad, f"a number that {name} of {dtype} can hold")
+
+    def check_foreground(self, scans: Sequence[int], shares: Mapping[int, float]) -> None:
+        """Refuse classes of which no scan has a place."""
+        stored = self._classes is not None
+        expect(
+            stored, "foreground", dict(shares), "0, or a folder packed with pack_folder(labels=) or pack(foreground=)"
+        )
+        found = {int(each) for scan in scans for each in self._classes[scan][:, 0]}
+        missing = sorted(set(shares) - {ANY} - found)
+        expect(found and not missing, "foreground", missing or "any", f"classes that a scan has: {sorted(found)}")
+
+    def foreground_at(
+        self, scan: int, shares: Mapping[int, float], chance: float, which: float, where: float
+    ) -> list[int] | None:
+        """Return a place of foreground, chosen by three numbers from 0 to 1, or ``None`` for any place."""
+        # One number decides whether and of which share, the next of which class, the last at which of its places.
+        bounds = zip(shares, accumulate(shares.values()), strict=True)
+        wanted = next((each for each, bound in bounds if chance < bound), None)
+        if wanted is None:
+            return None
+        classes, counts = self._classes[scan].T
+        row = int(which * len(classes)) if wanted == ANY else int(np.searchsorted(classes, wanted))
+        if row == len(classes) or (wanted != ANY and classes[row] != wanted):
+            return None
+        place = self._places[scan][int(counts[:row].sum()) + int(where * counts[row])]
+        return place[-self._axes :].tolist()
+
+
+def _check_shares(foreground: Any) -> dict[int, float]:
+    """Return the share of each class; that of ``ANY`` belongs to all."""
+    shares = dict(foreground) if isinstance(foreground, Mapping) else {ANY: foreground}
+    numbers = all(is_number(share) and share >= 0 for share in shares.values())
+    keys = not isinstance(foreground, Mapping) or all(is_whole(each, 1) for each in shares)
+    what = "a share from 0 to 1, or a mapping of classes above 0 to shares of at most 1 together"
+    expect(numbers and keys and sum(shares.values()) < 1 + 1e-9, "foreground", foreground, what)
+    return {each: float(share) for each, share in shares.items() if share}

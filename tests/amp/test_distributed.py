@@ -1,0 +1,89 @@
+"""amp with DistributedDataParallel: two gloo ranks on one CPU."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_turbo import amp
+from lightning_turbo.errors import AmpUsageError
+from tests.amp.loops import LEVELS, backward, init, net, ready, same, sgd, weights
+
+pytestmark = pytest.mark.distributed
+
+
+def train(wrap, batches, level):
+    inner, optimizer = ready(level, loss_scale=128.0)
+    model = wrap(inner)
+    for x in batches:
+        optimizer.zero_grad()
+        backward(model(x).float().pow(2).mean(), optimizer)
+        optimizer.step()
+    amp.shutdown()
+    return weights(inner)
+
+
+def accumulated(rank, level, delayed):
+    """Two passes under ``no_sync`` and one that DDP synchronises; returns the gradients."""
+    model, optimizer = ready(level)
+    wrapped = DistributedDataParallel(model)
+    for i in range(3):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * i + rank))
+        with contextlib.nullcontext() if i == 2 else wrapped.no_sync():
+            backward(wrapped(x).float().square().mean() / 3, optimizer, delay_unscale=delayed and i < 2)
+    gradients = [p.grad.clone() for p in amp.master_params(optimizer)]
+    amp.shutdown()
+    return gradients
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    result = {}
+    batches = torch.load(folder / "batches.pt", weights_only=True)
+    for level in LEVELS:
+        own = [x[rank * 3 : rank * 3 + 3] for x in batches]
+        result[level] = train(DistributedDataParallel, own, level)
+        wrapped = DistributedDataParallel(net())
+        try:
+            init(wrapped, sgd(wrapped), level)
+            result[level + " wrapped"] = "accepted"
+        except AmpUsageError as error:
+            result[level + " wrapped"] = str(error)
+    for level in LEVELS:
+        result["accumulated", level] = [accumulated(rank, level, delayed) for delayed in (True, False)]
+    torch.save(result, folder / f"rank{rank}.pt")
+    # A thread of gloo may hold the last tensor still, and DDP the group: its end would wait for that thread, and hold
+    # the GIL that the thread needs.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The batches, and what the two ranks made of them."""
+    tmp_path = tmp_path_factory.mktemp("ranks")
+    batches = [torch.randn(6, 4) for _ in range(4)]
+    torch.save(batches, tmp_path / "batches.pt")
+    context = mp.start_processes(work, (tmp_path,), nprocs=2, join=False, start_method="spawn")
+    while not context.join(timeout=100):
+        pass
+    return batches, *(torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ddp_averages_delayed_gradients_and_without_a_scale_all(ranks, level):
+    delayed, undelayed = zip(*(results["accumulated", level] for results in ranks[1:]), strict=True)
+    assert [same(*delayed), same(*undelayed)] == [True, level in ("O0", "O3")]
+
+
+def test_two_ranks_wrapped_after_initialize_train_as_one(ranks):
+    batches, first, second = ranks
+    for level in LEVELS:
+        assert same(first[level], second[level]), level
+        # Means of two half gradients against one of the joint batch: a few units of the half's last place.
+        tolerance = 1e-6 if level == "O0" else 3e-3
+        torch.testing.assert_close(first[level], train(lambda m: m, batches, level), rtol=tolerance, atol=tolerance)
+        assert "expected the model itself, got a DistributedDataParallel around it" in first[level + " wrapped"]

@@ -1,0 +1,553 @@
+"""Plain loops and scripts for apex: only the import is changed."""
+
+import copy
+import gc
+import io
+import logging
+import weakref
+from collections import OrderedDict, UserDict, defaultdict, deque
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_turbo import amp
+from lightning_turbo.errors import AmpStateError, AmpUsageError
+from tests.amp.loops import INF, LEVELS, backward, init, net, ready, same, sgd, weights
+
+
+def train(model, optimizer, steps=3, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 4, generator=generator)).float().pow(2).mean()
+        backward(loss, optimizer)
+        optimizer.step()
+    return float(loss.detach())
+
+
+def step(model, optimizer, factor=1.0):
+    optimizer.zero_grad()
+    backward(model(torch.ones(3, 4)).float().square().mean() * factor, optimizer)
+    optimizer.step()
+
+
+# Calls of initialize
+
+
+@pytest.mark.parametrize(("first", "second"), [("O1", "O2"), ("O2", "O1"), ("O2", "O3"), ("O3", "O2"), ("O3", "O0")])
+def test_a_model_may_be_initialized_again(first, second):
+    ends = []
+    for levels in ((first, second), (second,)):
+        model = net().half().float()  # O3 rounds nothing more
+        for level in levels:
+            init(model, optimizer := sgd(model), level)
+        ends.append([train(model, optimizer), weights(model)])
+        amp.shutdown()
+    assert ends[0][0] == ends[1][0]
+    assert same(ends[0][1], ends[1][1])
+
+
+def test_enabled_false_does_nothing_and_ends_the_earlier_one():
+    model = net()
+    optimizer = sgd(model)
+    init(net(), None, "O1")
+    assert init(model, optimizer, enabled=False) == (model, optimizer)
+    assert model(torch.ones(2, 4)).dtype is torch.float32
+    step(model, optimizer)
+    with pytest.raises(AmpStateError, match=r"enabled=False"):
+        amp.load_state_dict({})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_second_call_ends_the_first(level):
+    first, optimizer = ready(level)
+    _, active = ready("O0")
+    assert first(torch.ones(1, 4)).dtype is torch.float32
+    assert {p.dtype for p in first.parameters()} == {torch.float32}
+    assert torch._C._len_torch_function_stack() == 0
+    for other in (optimizer, copy.deepcopy(active)):
+        with pytest.raises(AmpUsageError, match=r"the last amp.initialize, got another SGD.*in one call, as lists"):
+            step(first, other)
+    amp.shutdown()
+    with pytest.raises(AmpStateError, match="Call initialize first"):
+        step(first, optimizer)
+
+
+class Wrapper:
+    """Says that it is an optimizer, as bolts' LARSWrapper."""
+
+    def __init__(self, optimizer):
+        self.optim = optimizer
+
+    @property
+    def __class__(self):
+        return torch.optim.Optimizer
+
+
+@pytest.mark.parametrize(("level", "wrap", "said"), [
+    ("O7", lambda optimizer: optimizer, "opt_level: expected"),
+    ("O1", lambda optimizer: [optimizer, optimizer], "expected each optimizer once, got one again"),
+    ("O1", Wrapper, "optimizers: expected a torch.optim.*of a wrapper, as LARC, the object in it.*got <.*Wrapper"),
+])  # fmt: skip
+def test_an_initialize_that_is_refused_leaves_the_earlier_one_on(level, wrap, said):
+    model, (earlier, optimizer) = net(), ready()
+    with pytest.raises(TypeError if wrap is Wrapper else AmpUsageError, match=said):
+        init(model, wrap(sgd(model)), level)
+    step(earlier, optimizer)
+
+
+def test_nothing_is_cast_in_a_step_and_everything_after_it_even_if_its_closure_fails():
+    model, optimizer = ready("O1", loss_scale=1.0)
+    x, seen = torch.ones(2, 4), []
+
+    def closure():
+        optimizer.zero_grad()
+        seen.append(model(x).dtype)
+        backward(model(x).float().square().mean(), optimizer)
+
+    optimizer.step(closure)
+    assert seen == [torch.float32]
+    with pytest.raises(KeyError):
+        optimizer.step(lambda: {}["fails"])
+    assert model(x).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loop_without_scale_loss_trains_without_a_scale(level):
+    model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    plain.load_state_dict(model.state_dict())
+    for each, which in ((model, sgd(model)), (plain, sgd(plain))):
+        if each is model:
+            init(model, which, level)
+        for _ in range(5):
+            which.zero_grad()
+            each(torch.ones(1, 2)).float().sum().backward()
+            which.step()
+    torch.testing.assert_close(model.weight.float(), plain.weight, rtol=0.02, atol=2e-3)
+
+
+# Registered functions
+
+
+NARROW, WIDE, MATRIX = torch.ones(2, dtype=torch.float16), torch.ones(2), torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(("kind", "home", "name", "args", "dtype"), [
+    ("float", torch, "sigmoid", [NARROW], torch.float32),
+    ("half", torch, "sqrt", [WIDE], torch.float16),
+    ("promote", torch, "hypot", [NARROW, WIDE], torch.float32),
+    ("float", nn.functional, "linear", [WIDE, MATRIX], torch.float32),  # though autocast would cast it below
+    ("half", torch, "exp", [WIDE], torch.float16),
+])  # fmt: skip
+def test_a_registered_function_of_torch_is_put_on_the_list(kind, home, name, args, dtype):
+    function = getattr(home, name)
+    before = function(*args).dtype
+    getattr(amp, f"register_{kind}_function")(home, name)
+    assert function(*args).dtype is before
+    init(net(), None, "O1")
+    assert getattr(home, name) is function
+    assert function(*args).dtype is dtype
+    amp.shutdown()
+    assert function(*args).dtype is before
+
+
+def test_a_registered_function_elsewhere_is_wrapped_once_while_O1_is_on():
+    class Space:
+        @staticmethod
+        def f(x):
+            return x.dtype
+
+        @staticmethod
+        def pair(x, y):
+            return x.dtype, y.dtype
+
+    original = Space.f
+    amp.register_promote_function(Space, "pair")
+    amp.register_float_function(Space, "f")
+    amp.register_half_function(Space, "f")  # the last word counts
+    for level, dtype in (("O1", torch.float16), ("O2", torch.float32), ("O1", torch.float16)):
+        init(net(), None, level)
+        assert Space.f(torch.ones(2)) is dtype
+        assert Space.pair(NARROW, WIDE) == (torch.float32 if level == "O1" else torch.float16, torch.float32)
+    amp.shutdown()
+    assert Space.f is original
+    with pytest.raises(
+        ValueError, match=r"register_half_function: expected the name of a function in .*Space.*, got 'nothing'"
+    ):
+        amp.register_half_function(Space, "nothing")
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(("level", "order"), [
+    ("O1", ("model", "optimizer", "amp")), ("O2", ("optimizer", "model", "amp")), ("O3", ("amp", "optimizer", "model")),
+])  # fmt: skip
+def test_a_checkpoint_loads_in_any_order(level, order):
+    straight, optimizer = ready(level)
+    train(straight, optimizer, 4)
+    parts = {"model": straight, "optimizer": optimizer, "amp": amp}
+    state = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+    train(straight, optimizer, 3, seed=9)
+    expected = weights(straight)
+    expected_state = amp.state_dict()
+
+    model = net(seed=3)
+    optimizer = sgd(model)
+    init(model, optimizer, level)
+    targets = {"model": model, "optimizer": optimizer, "amp": amp}
+    for part in order:
+        targets[part].load_state_dict(copy.deepcopy(state[part]))
+    train(model, optimizer, 3, seed=9)
+    assert same(weights(model), expected)
+    assert amp.state_dict() == expected_state
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("passes", "moves", "scales"), [
+    ([((INF, 1e-3), (0, 1), 0)], [False, False], [15, 16, 16]),
+    ([((0.0, 1e-3), (0, 1), 0), ((INF, 0.0), (0, 1), 0)], [False, True], [15, 16, 16]),
+    ([((INF, 0.0), (0,), 0), ((1e-3, 0.0), (0,), 1), ((0.0, 1e-3), (1,), 2)], [False, True], [15, 16, 16]),  # a GAN's
+], ids=["of both", "of one", "of one among three losses"])  # fmt: skip
+def test_an_overflow_skips_one_step_of_the_optimizers_whose_gradients_it_made(level, passes, moves, scales):
+    """Each pass has factors of two networks' losses, the optimizers that it is for, and its loss's number."""
+    models = net(seed=1), net(seed=2)
+    optimizers = [sgd(model) for model in models]
+    init(list(models), optimizers, level, num_losses=3, loss_scale="dynamic")
+    for rows, expected in ((passes, moves), ([((1e-3, 1e-3), (0, 1), 0)], [True, True])):
+        before = [weights(model) for model in models]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for factors, which, loss_id in rows:
+            losses = [m(torch.ones(2, 4)).float().sum() * f for m, f in zip(models, factors, strict=True) if f]
+            backward(sum(losses), [optimizers[i] for i in which], loss_id=loss_id)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [not same(weights(model), old) for model, old in zip(models, before, strict=True)] == expected
+        assert [state["loss_scale"] for state in amp.state_dict().values()] == [2.0**scale for scale in scales]
+
+
+# What wraps a model or repeats its forward pass
+
+
+def replica_of(module):
+    """Copies a module as DataParallel does for a device."""
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = module._parameters.copy()
+    replica._modules = {name: replica_of(child) for name, child in module._modules.items()}
+    return replica
+
+
+def test_each_parameter_of_a_pass_has_its_own_delay():
+    """The first one's gradient is scaled still, and two optimizers hold it; the second one's was unscaled before."""
+    models = [nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)]
+    first = sgd(models[0])
+    both = torch.optim.SGD([model.weight for model in models], lr=0.1)
+    init(models, [first, both], "O2", loss_scale=128.0)
+
+    def backward_of(factors, which, **how):
+        loss = sum(factor * net(torch.ones(1, 4)).float().sum() for factor, net in zip(factors, models, strict=True))
+        backward(loss, which, **how)
+
+    backward_of((3, 4), both)
+    backward_of((8, 0), first, delay_unscale=True)
+    backward_of((1, 2), [first, both])
+    for weight, expected in zip(amp.master_params(both), (12.0, 6.0), strict=True):
+        assert torch.equal(weight.grad, torch.full_like(weight, expected))
+
+
+def test_one_window_has_the_scale_of_one_loss():
+    model, optimizer = ready("O1", num_losses=2)
+    for loss_id in (1, 1):
+        backward(model(torch.ones(1, 4)).float().sum(), optimizer, loss_id=loss_id, delay_unscale=True)
+    with pytest.raises(AmpUsageError, match="loss_id=0: expected loss_id=1, whose scaled gradients"):
+        backward(model(torch.ones(1, 4)).float().sum(), optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(("delayed", "when"), [
+    (True, "register_hook"),  # before there is a gradient
+    (False, "register_post_accumulate_grad_hook"),  # after it
+])  # fmt: skip
+def test_a_pass_that_fails_loses_no_gradient(level, delayed, when):
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = sgd(model)
+    init(model, optimizer, level, loss_scale=128.0)
+    backward(3 * model(torch.ones(1, 4)).float().sum(), optimizer)
+    handle = getattr(model.weight, when)(lambda _: {}["no such key"])
+    with pytest.raises(KeyError):
+        backward(model(torch.ones(1, 4)).float().sum(), optimizer, delay_unscale=delayed)
+    handle.remove()
+    backward(model(torch.ones(1, 4)).float().sum(), optimizer)
+    (weight,) = amp.master_params(optimizer)
+    assert torch.equal(weight.grad, torch.full_like(weight, 4.0))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_replicas_of_data_parallel_are_refused(level):
+    model = net()
+    init(model, sgd(model), level)
+    with pytest.raises(AmpUsageError, match="expected one process a device, got DataParallel"):
+        replica_of(model)(torch.ones(2, 4))
+
+
+class Batch:
+    """Counts as a container because of its ``to``."""
+
+    def __init__(self, items):
+        vars(self).update(items)
+
+    def values(self):
+        return vars(self).values()
+
+    def to(self, where):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make", [
+    dict, OrderedDict, UserDict, lambda items: defaultdict(list, items), lambda items: list(items.values()),
+    lambda items: deque(items.values(), maxlen=3), Batch,
+])  # fmt: skip
+def test_containers_go_in_and_come_out_as_what_they_are(make):
+    class Net(nn.Linear):
+        def forward(self, batch):
+            x, number = batch.values() if hasattr(batch, "values") else batch
+            assert number == 3
+            return make({"x": super().forward(x), "n": number})
+
+    model = Net(4, 2)
+    init(model, sgd(model), "O2")
+    given = make({"x": torch.ones(5, 4), "n": 3})
+    out = model(given)
+    assert vars_of(out) == vars_of(given)
+    assert next(floats(given)).dtype is torch.float32  # not changed itself
+    assert next(floats(out)).dtype is torch.float32
+
+
+def test_a_module_in_a_batch_stays_as_it_is():
+    class Net(nn.Linear):
+        def forward(self, batch):
+            assert batch["teacher"] is teacher
+            return super().forward(batch["x"])
+
+    teacher, model = nn.Linear(4, 2), Net(4, 2)
+    init(model, sgd(model), "O2")
+    model({"x": torch.ones(5, 4), "teacher": teacher})
+
+
+def vars_of(container):
+    return type(container), getattr(container, "default_factory", None), getattr(container, "maxlen", None)
+
+
+def floats(container):
+    values = container.values() if hasattr(container, "values") else container
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
+class Checkpointed(nn.Module):
+    """Repeats the forward pass of its middle, which has layers of every kind of cast, during the backward pass."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.head = nn.Linear(4, 8)
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Softmax(-1))
+        self.tail = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.head(x)
+        x = self.middle(x) if self.reentrant is None else checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        return self.tail(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_activation_checkpointing_changes_no_gradient(level):
+    """Two networks are called before the backward pass of either, twice."""
+    results = []
+    for reentrant in (None, True, False):
+        models = [Checkpointed(reentrant) for _ in range(2)]
+        optimizer = sgd(nn.ModuleList(models))
+        init(models, optimizer, level)
+        torch.manual_seed(2)
+        for _ in range(2):
+            losses = [model(torch.randn(5, 4)).float().pow(2).mean() for model in models]
+            for loss in losses:
+                backward(loss, optimizer)
+        results.append([p.grad.clone() for p in amp.master_params(optimizer)])
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+def test_nothing_keeps_a_model_alive():
+    watched = []
+    for level in LEVELS:
+        model, optimizer = ready(level)
+        train(model, optimizer)
+        watched += [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)]
+        amp.shutdown()
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 12
+
+
+def test_a_schedule_may_begin_with_a_skipped_step():
+    model, optimizer = ready("O1")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    step(model, optimizer, INF)
+    scheduler.step()  # torch would warn of a forgotten optimizer.step(), and warnings are errors here
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 64.0])
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_of_other_kinds_are_unscaled(kind, scale):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(10, 4, sparse=kind == "sparse")
+            if kind == "complex":
+                self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+        def forward(self, rows):
+            found = self.table(rows).float()
+            if kind == "complex":
+                found = torch.fft.irfft(torch.fft.rfft(found) * self.filter)
+            return found.square().mean()
+
+    gradients = []
+    for scaled_by in (1.0, scale):
+        model = Net()
+        optimizer = sgd(model)
+        init(model, optimizer, "O1", loss_scale=scaled_by)
+        backward(model(torch.tensor([1, 1, 3])), optimizer)
+        backward(model(torch.tensor([3, 4])), optimizer)
+        gradients.append([p.grad.to_dense().clone() for p in model.parameters()])
+        if scaled_by == "dynamic":
+            backward(model(torch.tensor([1, 2])) * INF, optimizer)
+            before = weights(model)
+            optimizer.step()
+            assert same(weights(model), before)
+        amp.shutdown()
+    for plain, unscaled in zip(*gradients, strict=True):
+        torch.testing.assert_close(unscaled, plain)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True), (True, True)])
+def test_a_window_adds_sparse_and_dense_gradients(order):
+    class Tied(nn.Embedding):
+        def forward(self, sparse):
+            return nn.functional.embedding(torch.tensor([1, 3]), self.weight, sparse=sparse)
+
+    model, optimizer = ready("O1", Tied(10, 4), loss_scale=64.0)
+    for sparse in order:
+        backward(model(sparse).float().sum(), optimizer)
+    expected = torch.zeros(10, 4)
+    expected[[1, 3]] = 2.0
+    assert torch.equal(model.weight.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_an_overflow_whose_gradients_are_dropped_skips_no_later_step(level, batches):
+    model, optimizer = ready(level, loss_scale="dynamic", max_loss_scale=128.0)
+    moved = []
+    for number in range(4):
+        optimizer.zero_grad()
+        for k in range(batches):
+            loss = model(torch.randn(4, 4)).float().square().mean() * (INF if number == 1 else 1.0)
+            backward(loss, optimizer, delay_unscale=k < batches - 1)
+        norm = nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1.0)
+        if not torch.isfinite(norm):  # as many loops do
+            moved.append(None)
+            continue
+        before = weights(model)
+        optimizer.step()
+        moved.append(not same(before, weights(model)))
+    assert moved == [True, None, True, True]
+
+
+# Weights that change without a step
+
+
+@pytest.mark.parametrize("change", [
+    lambda p: p.data.fill_(0.5), lambda p: nn.init.constant_(p, 0.5), lambda p: setattr(p, "data", p.data * 0 + 0.5),
+], ids=["inside", "under no_grad", "new"])  # fmt: skip
+def test_weights_may_be_set_at_any_time(change):
+    model = net()
+    optimizer = sgd(model, lr=0.0)
+    init(model, optimizer, "O2")
+    step(model, optimizer)
+    for param in model.parameters():
+        change(param)
+    expected = copy.deepcopy(model).half()(torch.ones(1, 4).half()).float()
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_O1_computes_with_the_weights_of_now(context):
+    folds = [net(seed=1), net(seed=2)]
+    model, x = net(), torch.ones(3, 4)
+    init(model, None, "O1")
+    expected = [fold(x) for fold in folds]
+    with context():
+        loaded = [(model.load_state_dict(fold.state_dict()), model(x))[1] for fold in folds]
+    assert same(loaded, expected)
+    with torch.no_grad():
+        model(x)
+        for mine, shadow in zip(model.parameters(), folds[0].parameters(), strict=True):
+            mine.data = shadow.data
+        assert torch.equal(model(x), expected[0])
+
+
+# Skipped steps
+
+
+@pytest.mark.parametrize("verbosity", [0, 1])
+def test_a_skipped_step_is_said(verbosity, caplog):
+    model, optimizer = ready("O1", verbosity=verbosity)
+    with caplog.at_level(logging.WARNING, logger="lightning_turbo.amp"):
+        step(model, optimizer)
+        assert not caplog.messages
+        step(model, optimizer, float("nan"))
+    said = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768"
+    assert caplog.messages == [said] * verbosity
+
+
+def test_a_scale_of_zero_ends_the_run():
+    model, optimizer = ready("O1")
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**-148, "unskipped": 0}})
+    step(model, optimizer, float("nan"))
+    with pytest.raises(AmpStateError, match="Loss scaler 0 has halved its scale down to zero"):
+        step(model, optimizer, float("nan"))
+
+
+# Pickles
+
+
+def pickled(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_model_and_optimizer_are_pickled_whole(level):
+    model, optimizer = ready(level, cast_model_outputs=torch.float32)
+    step(model, optimizer)
+    x = torch.ones(2, 4)
+    copies = pickled(model), pickled(optimizer)
+    assert torch.equal(copies[0](x), model(x))
+    assert same(weights(copies[0]), weights(model))
+    assert type(copies[1]) is torch.optim.SGD
+    assert same(amp.master_params(copies[1]), amp.master_params(optimizer))
+    assert len(copies[1].state_dict()["state"]) == len(optimizer.state_dict()["state"])
+    before = weights(model)
+    copies[1].step()
+    assert same(weights(model), before)

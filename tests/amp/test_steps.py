@@ -1,0 +1,267 @@
+"""What lies between a loss and the weights: the backward pass, the unscaling, the step."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from lightning_turbo import amp
+from lightning_turbo.amp.grad_scaler import ApexGradScaler
+from lightning_turbo.errors import AmpUsageError
+from tests.amp.loops import INF, backward, init
+
+
+def arrive(scaler, optimizer, *gradients):
+    """Lets a backward pass make these gradients, scaled, and unscales them."""
+    with scaler.backward([optimizer], unscale=False):
+        for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=False):
+            weight.grad = gradient
+    scaler.unscale_(optimizer)
+
+
+def skips(scaler, optimizer):
+    return bool(scaler.state_of(optimizer).found_inf)
+
+
+def by_autocast(first, second):
+    with torch.autocast("cpu", enabled=False):
+        return first @ second
+
+
+def by_disable_casts(first, second):
+    with amp.disable_casts():
+        return first @ second
+
+
+def by_einsum(first, second):  # apex leaves it alone
+    return torch.einsum("ij,jk->ik", first, second)
+
+
+@pytest.mark.parametrize("product", [by_autocast, by_disable_casts, by_einsum])
+def test_what_ran_in_float32_has_float32_gradients(product):
+    weight = Parameter(torch.randn(16, 16))
+    inputs = torch.randn(16, 16)
+    (wanted,) = torch.autograd.grad(product(inputs, weight).square().mean(), weight)
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD([weight, *model.parameters()], lr=0.0)
+    init(model, optimizer, "O1", dtype=torch.bfloat16, cast_lists="apex")
+    loss = product(inputs, weight).square().mean()
+    backward(loss, optimizer)
+    assert loss.dtype is torch.float32
+    assert torch.equal(weight.grad, wanted)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("gradients", [
+    [(INF, INF), (INF, INF), (1.0, 1.0), (1.0, 1.0)], [(1.0, None), (None, INF), (None, 1.0), (1.0, None)],
+], ids=["of both weights", "of the second one alone"])  # fmt: skip
+def test_an_overflow_in_the_first_fused_step_of_a_weight_leaves_no_momentum(gradients, momentum):
+    ends = []
+    for fused in (True, False):
+        weights = [Parameter(torch.ones(1 << 16)) for _ in range(2)]
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=momentum, fused=fused)
+        scaler = ApexGradScaler()
+        for made in gradients:
+            optimizer.zero_grad()
+            left_behind = [torch.full((1 << 16,), 123.0) for _ in range(8)]
+            del left_behind  # by activations: what torch.empty may find
+            scale = scaler.get_scale()
+            arrive(scaler, optimizer, *(g and torch.full((1 << 16,), g) * scale for g in made))
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append([weight.detach() for weight in weights])
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_of_any_dtype_are_unscaled(dtype):
+    weight = Parameter(torch.zeros(3, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = ApexGradScaler()
+    scaler.load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
+    arrive(scaler, optimizer, torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024)
+    assert weight.grad.tolist() == [1.0, -2.0, 0.5]
+    assert not skips(scaler, optimizer)
+    arrive(scaler, optimizer, torch.tensor([1.0, float("nan"), 0.5], dtype=dtype))
+    assert skips(scaler, optimizer)
+
+
+def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
+    class Capturable(torch.optim.SGD):  # as apex's, which read the overflow from the scaler
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, grad_scaler=None):
+            return super().step(closure)
+
+    weight = Parameter(torch.ones(4))
+    optimizer = Capturable([weight], lr=1.0)
+    scaler = ApexGradScaler()
+    arrive(scaler, optimizer, torch.full((4,), INF))
+    scaler.step(optimizer)
+    assert weight.tolist() == [1.0] * 4
+
+
+def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
+    weight = Parameter(torch.ones(4))
+    plain = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(4)
+    plain.step()
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    optimizer.load_state_dict(plain.state_dict())
+    scaler = ApexGradScaler()
+    before = weight.detach().clone()
+    for gradient in (INF, 1.0):
+        arrive(scaler, optimizer, torch.full((4,), gradient))
+        scaler.step(optimizer)
+        assert torch.equal(weight, before) is (gradient != 1.0)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
+def test_the_count_of_steps_of_a_parameter_without_dimensions_stays_wide(optimizer):
+    net = nn.Linear(1, 1, bias=False)
+    net.gain = nn.Parameter(torch.tensor(1.0))
+    steps = optimizer(net.parameters(), lr=0.0)
+    (net(torch.ones(1, 1)) * net.gain).sum().backward()
+    steps.step()
+    for state in steps.state.values():
+        state["step"].fill_(256.0)  # bfloat16 has no 257
+    init(net, steps, "O3", dtype=torch.bfloat16)
+    backward((net(torch.ones(1, 1)) * net.gain).sum(), steps)
+    steps.step()
+    assert [state["step"].item() for state in steps.state.values()] == [257.0, 257.0]
+
+
+def test_a_scale_that_was_steady_for_longer_than_the_interval_grows():
+    weight = Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=5)
+    scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 40})
+    arrive(scaler, optimizer, torch.ones(1))
+    scaler.update()
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loop_for_torchs_scaler_gives_the_same_bits(fused, unscales):
+    ends = []
+    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(4, 2), kind()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        for number in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 4)).square().mean() * (INF if number == 2 else 1.0)
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append((model.weight.detach().clone(), scaler.get_scale()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1] == 2.0**15
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_loop_for_torchs_scaler_may_unscale_and_not_step(unscales):
+    """As loops do that look at the norm of the gradients and drop a batch."""
+    weights = []
+    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
+        weight, scaler = Parameter(torch.zeros(1)), kind()
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum()).backward()
+            if number == 1 or unscales:
+                scaler.unscale_(optimizer)
+            if number != 1:
+                scaler.step(optimizer)
+            scaler.update()
+        weights.append(weight.item())
+    assert weights == [-2.0, -2.0]
+
+
+def test_a_scale_that_is_set_forgets_what_was_found_under_the_old_one():
+    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
+        weight, scaler = Parameter(torch.zeros(1)), kind()
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for factor in (INF, 1.0):
+            scaler.scale(weight.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update(1024.0 if factor == INF else None)
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 1024.0
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_pass_that_fails_leaves_the_gradients_of_before(before):
+    """As out of memory does in a loop that goes on with the next batch."""
+
+    def fail(parameter):
+        raise RuntimeError("out of memory")
+
+    def pass_():
+        with amp.scale_loss(net(torch.ones(1, 1)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level="O2", dtype=torch.float16, loss_scale=128.0, verbosity=0)
+    if before:
+        pass_()
+    handle = net.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pass_()
+    handle.remove()
+    pass_()
+    assert net.weight.grad.item() == 1.0 + before
+
+
+class Kernels:
+    @staticmethod
+    def doubled(x):
+        return 2 * x
+
+    @classmethod
+    def of_class(cls, x):
+        return x + cls.__name__.count("K")
+
+    def of_object(self, x):
+        return 3 * x
+
+
+class MoreKernels(Kernels):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Kernels, MoreKernels])
+@pytest.mark.parametrize(("name", "result"), [("doubled", 2.0), ("of_class", 2.0), ("of_object", 3.0)])
+def test_functions_of_a_class_are_registered_as_what_they_are(cls, name, result):
+    before = dict(vars(cls))
+    amp.register_float_function(cls, name)
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    called = getattr(cls(), name)(torch.ones(1))
+    amp.shutdown()
+    assert called == result
+    assert getattr(cls(), name)(torch.ones(1)) == result
+    assert dict(vars(cls)) == before
+
+
+def test_the_scaler_is_pickled_without_the_run_that_it_is_in():
+    weight = Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=7, min_scale=2.0)
+    arrive(scaler, optimizer, torch.full((1,), INF))
+    scaler.step(optimizer)
+    scaler.update()
+    other = pickle.loads(pickle.dumps(scaler))
+    assert other.state_dict() == scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
+    assert (other.get_growth_interval(), other.min_scale, len(other.optimizers)) == (7, 2.0, 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("num_losses", 0), ("scale_window", 0), ("min_loss_scale", 0.0), ("cast_lists", "mine"),
+])  # fmt: skip
+def test_initialize_refuses_what_no_scaler_or_cast_could_do(name, value):
+    with pytest.raises(AmpUsageError, match="expected"):
+        init(nn.Linear(2, 1), None, "O1", **{name: value})

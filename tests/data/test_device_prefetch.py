@@ -1,0 +1,256 @@
+"""DevicePrefetcher and Normalize on the CPU, and the walk over batches. The rest is in tests/gpu."""
+
+import dataclasses
+import gc
+import itertools
+import random
+import weakref
+from collections import UserDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_turbo._pytree import move_batch, tensors_in
+from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
+from lightning_turbo.data.loading.prefetcher import PrefetchIterator
+from lightning_turbo.data.loading.resume import Position
+from lightning_turbo.errors import NoEffectWarning
+
+META = torch.device("meta")  # a second device that every machine has
+
+
+Sample = dataclasses.make_dataclass("Sample", ["image", "name"])
+Pair = namedtuple("Pair", "x y")
+
+
+class Movable:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        return Movable(self.tensor.to(device))
+
+
+class Encoding(UserDict):
+    def to(self, device, *, non_blocking=False):
+        self.seen = non_blocking
+        return Encoding({key: value.to(device) for key, value in self.data.items()})
+
+
+def one():
+    return torch.ones(2, dtype=torch.float32)
+
+
+BATCHES = {
+    "tensor": one,
+    "list": lambda: [one(), "text", 3, None],
+    "tuple": lambda: (one(), (one(),)),
+    "named tuple": lambda: Pair(one(), [one()]),
+    "default dict": lambda: defaultdict(list, {"a": one(), "b": {"c": one()}}),
+    "dataclass": lambda: Sample(one(), "n"),
+    "object with .to": lambda: Movable(one()),
+    "mapping with .to": lambda: Encoding(a=one()),
+    "packed sequence": lambda: pack_sequence([one(), one()[:1]]),
+    "nothing to move": lambda: {"a": 1, "b": ["x"]},
+}
+
+
+@pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
+def test_any_structure_is_moved_and_kept(make):
+    batch = make()
+    before = list(tensors_in(batch))
+    there = move_batch(batch, META)
+    assert type(there) is type(batch)
+    after = list(tensors_in(there))
+    assert len(after) == len(before) > 0 or make is BATCHES["nothing to move"]
+    # Packed sequences keep their lengths on the CPU.
+    assert all(t.device == META for t in after) or isinstance(batch, PackedSequence)
+    assert all(t.device.type == "cpu" for t in before)
+    for name in ("default_factory", "name"):
+        assert getattr(there, name, None) is getattr(batch, name, None)
+    if isinstance(batch, Encoding):  # a copy to the CPU is waited for
+        move_batch(batch, torch.device("cpu"))
+        assert batch.seen is False
+        move_batch(batch, META)
+        assert batch.seen is True
+
+
+# ---- DevicePrefetcher.
+
+
+def test_on_the_cpu_it_hands_out_the_loaders_batches():
+    prefetcher = DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu")
+    assert type(iter(prefetcher)) is PrefetchIterator
+    assert [b.tolist() for b in prefetcher] == [[0, 1], [2, 3], [4, 5]]
+    batches = [one(), one()]
+    assert [a is b for a, b in zip(DevicePrefetcher(batches, "cpu"), batches, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("make", [DataLoader, PrefetchLoader])
+@pytest.mark.parametrize("transform", [None, lambda batch: batch + 1])
+def test_each_iter_begins_an_epoch_of_the_loader_that_the_caller_keeps(make, transform):
+    loader = make(range(12), 3, sampler=DistributedSampler(range(12), 2, 0))
+    prefetcher = DevicePrefetcher(loader, "cpu", transform=transform)
+    assert len(prefetcher) == 2
+    for epoch in (0, 5):
+        loader.sampler.set_epoch(epoch)
+        plain = [batch.tolist() for batch in DataLoader(range(12), 3, sampler=loader.sampler)]
+        assert [(batch - 1 if transform else batch).tolist() for batch in prefetcher] == plain
+    with pytest.raises(TypeError):
+        len(DevicePrefetcher(iter([]), "cpu"))
+
+
+def test_a_state_of_the_loader_counts_what_the_prefetcher_returned():
+    loader = PrefetchLoader(range(12), 3)
+    ahead = iter(DevicePrefetcher(loader, "cpu", transform=abs))
+    next(ahead)
+    loader.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in DevicePrefetcher(loader, "cpu")] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    loader.close()
+
+
+@pytest.mark.parametrize("drawing", [lambda b: b + torch.rand(1), lambda b: b + random.random()])
+def test_a_transform_that_draws_does_so_between_the_steps(drawing):
+    def run(batches):
+        torch.manual_seed(0)
+        random.seed(0)
+        return [(batch.tolist(), torch.rand(1).item()) for batch in batches]
+
+    def plain():
+        for batch in DataLoader(range(12), 2):
+            yield drawing(batch)
+
+    assert run(DevicePrefetcher(PrefetchLoader(range(12), 2), "cpu", transform=drawing)) == run(plain())
+
+
+class Lane(DeviceTransfer):
+    """A transfer whose side stream is pretended, to see what it does ahead."""
+
+    def __init__(self, depth):
+        super().__init__("cpu", prefetch_batches=depth)
+        self.sent = []
+
+    def stream(self):
+        return self
+
+    def send(self, batch):
+        self.sent.append(batch)
+        return batch, None
+
+
+def on_lane(source, lane):
+    epoch = PrefetchIterator(iter(source), position=Position())
+    epoch.use(lane)
+    return epoch
+
+
+def test_so_many_batches_are_ahead_and_the_state_counts_those_handed_out():
+    lane = Lane(3)
+    iterator = on_lane(range(20), lane)
+    for n in range(20):
+        assert next(iterator) == n
+        assert iterator.position.consumed == n + 1
+        assert len(lane.sent) <= n + 1 + 3
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+    assert lane.sent == list(range(20))
+
+
+def test_the_last_batch_leaves_no_reference_cycle_behind():
+    """A Trainer counts the batches of a loader with a length and never asks for its end."""
+    iterator = on_lane(range(4), Lane(3))
+    gc.collect()
+    gc.disable()
+    try:
+        assert list(itertools.islice(iterator, 4)) == [0, 1, 2, 3]
+        seen = weakref.ref(iterator)
+        del iterator
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_comes_at_its_batch():
+    def broken():
+        yield from range(6)
+        raise ValueError("late")
+
+    got = []
+    with pytest.raises(ValueError, match="late"):
+        got.extend(item for item in on_lane(broken(), Lane(4)) if got.append(item))
+    assert got == list(range(6))
+
+
+def test_an_interrupt_while_a_batch_is_sent_ahead_comes_at_once():
+    class Interrupted(Lane):
+        def send(self, batch):
+            if batch == 5:
+                raise KeyboardInterrupt
+            return super().send(batch)
+
+    iterator, got = on_lane(range(20), Interrupted(3)), []
+    with pytest.raises(KeyboardInterrupt):
+        got.extend(item for item in iterator if got.append(item))
+    assert iterator.position.consumed == len(got) < 5
+    with pytest.raises(RuntimeError, match="a KeyboardInterrupt stopped it"):
+        next(iterator)
+
+
+def test_batches_that_cannot_move_are_said_once():
+    transfer = DeviceTransfer("cpu")
+    transfer.device = META
+    with pytest.warns(NoEffectWarning, match="Batches of dict hold no tensor and no object with .to, so nothing moves"):
+        sent = transfer.send({"a": 1, "b": ["x"]})
+    assert transfer.receive(sent) == {"a": 1, "b": ["x"]}
+    transfer.send(["x"])  # a second warning would be an error
+
+
+# ---- Normalize.
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((2, 3, 4, 5), torch.channels_last), ((2, 3, 3, 4, 5), torch.channels_last_3d)]
+)
+def test_normalize_equals_the_naive_formula(shape, layout):
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.4]
+    image = torch.randint(0, 256, shape, dtype=torch.uint8)
+    constants = (torch.tensor(v, dtype=torch.float64).view(1, 3, *[1] * (len(shape) - 2)) for v in (mean, std))
+    got = Normalize(mean, std)(image)
+    # Two float32 roundings of numbers below 4.
+    expected = (image.double() / 255 - next(constants)) / next(constants)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
+    assert got.dtype == torch.float32
+    half = Normalize(mean, std, dtype=torch.float16, memory_format=layout)(image)
+    assert half.is_contiguous(memory_format=layout)
+    assert torch.equal(half, got.half())
+    for kind in (torch.uint8, torch.int16):  # constants for pixels as they are
+        pixels = Normalize([m * 255 for m in mean], torch.tensor([std]) * 255, scale=1.0, keys=[0])([image.to(kind)])[0]
+        torch.testing.assert_close(pixels, got, rtol=0, atol=5e-6)  # four float32 roundings
+
+
+def test_normalize_touches_images_alone():
+    image, mask, label = (torch.zeros(s, dtype=torch.uint8) for s in ((2, 1, 4, 4), (2, 4, 4), (2,)))
+    batch = {"image": image, "mask": mask, "label": label, "name": ["a", "b"]}
+    out = Normalize(0.0, 1.0)(batch)
+    assert out["image"].dtype == torch.float32
+    assert all(out[key] is batch[key] for key in ("mask", "label", "name"))
+    assert batch["image"] is image
+    pair = Normalize(0.0, 1.0)(Pair(image, label))
+    assert isinstance(pair, Pair)
+    assert pair.y is label
+    chosen = Normalize(0.0, 1.0, keys=[1])([image, image])
+    assert chosen[0] is image
+    assert chosen[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("batch", [
+    torch.rand(2, 3, 4, 4), (torch.rand(2, 3, 4, 4), torch.zeros(2)), {"image": torch.zeros(2, 4, dtype=torch.uint8)},
+])  # fmt: skip
+def test_normalize_says_once_that_a_batch_holds_no_image(batch):
+    normalize = Normalize([0.5] * 3, [0.5] * 3)
+    with pytest.warns(NoEffectWarning, match=r"expected a uint8 tensor of \(batch, channel, ...\) in the batch, got"):
+        normalize(batch)
+    normalize(batch)

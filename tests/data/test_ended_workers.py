@@ -1,0 +1,189 @@
+"""Worker processes that end while the thread waits for them: nothing hangs, and no epoch is short without a word."""
+
+import functools
+import math
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader, prefetcher
+from lightning_turbo.data.loading.prefetcher import JOIN_TIMEOUT
+from tests.collecting import collect_in_its_thread
+from tests.data.samples import Rows, take, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+WORKERS = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+ENDED = "worker processes of this iterator were ended before it was"
+
+
+def always(index):
+    return 0.05
+
+
+def after(seconds, index):
+    time.sleep(seconds(index))
+    return index
+
+
+def slow(length=200, seconds=always):
+    """The thread is always waiting for it: it wants more batches ahead than there are in the time of a test."""
+    return Rows(length, functools.partial(after, seconds))
+
+
+class SlowStream(IterableDataset):
+    def __iter__(self):
+        for n in range(100):
+            time.sleep(0.05)
+            yield n
+
+
+def as_a_trainer_does(loader):
+    loader._iterator._shutdown_workers()
+    loader._iterator = None
+
+
+def on_device(loader):
+    return DevicePrefetcher(loader, "cpu")
+
+
+def stateful(dataset, batch_size, **settings):
+    return PrefetchLoader.of(StatefulDataLoader(dataset, batch_size=batch_size, **settings))
+
+
+def from_six_on(index):
+    return 5.0 * (index >= 6)
+
+
+def test_a_loader_that_another_thread_closes_says_so_to_the_one_that_waits_for_a_batch():
+    loader = PrefetchLoader(slow(seconds=from_six_on), batch_size=2, num_workers=1)
+    closing = threading.Timer(0.5, loader.close)
+    iterator = iter(loader)
+    assert take(iterator, 3) == [[0, 1], [2, 3], [4, 5]]
+    closing.start()
+    with pytest.raises(RuntimeError, match="cannot continue: its loader was closed"):
+        next(iterator)
+    assert loader.state_dict()["consumed"] == 3
+    closing.join()
+
+
+def test_a_loader_is_closed_while_the_one_that_waits_takes_the_end_of_the_thread(monkeypatch):
+    loader = PrefetchLoader(slow(), batch_size=2)
+    iterator = iter(loader)
+    take(iterator, 3)
+    thread = iterator.thread
+    join = thread.background.join
+
+    def join_beside_get(timeout=None):
+        join(timeout)
+        thread.background = None  # as ``get`` does
+
+    monkeypatch.setattr(thread.background, "join", join_beside_get)
+    loader.close()
+    assert thread.background is None
+
+
+@pytest.mark.parametrize(
+    ("make", "dataset", "wrap", "taken"),
+    [
+        (PrefetchLoader, slow, iter, 3),
+        (PrefetchLoader, slow, lambda loader: iter(on_device(loader)), 3),
+        (PrefetchLoader, SlowStream, iter, 3),
+        (PrefetchLoader, SlowStream, lambda loader: iter(on_device(loader)), 3),
+        (stateful, slow, iter, 2),
+        # The thread begins after the second batch, and not at all for one that is loaded faster than it is handed over.
+        *((PrefetchLoader, lambda: slow(seconds=lambda n: 0.02 * (n >= 10)), iter, taken) for taken in (1, 3)),
+    ],
+)
+def test_workers_that_somebody_else_ends_are_an_error_and_no_hang(make, dataset, wrap, taken):
+    loader = make(dataset(), batch_size=2, **WORKERS)
+    loader.limit_batches(lambda: math.inf)  # as if a Trainer had told, so that a thread takes the batches
+    iterator = wrap(loader)
+    got = take(iterator, taken)
+    as_a_trainer_does(loader)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=ENDED):
+        got.extend(batch.tolist() for batch in iterator)
+    loader.close()
+    assert time.monotonic() - began < JOIN_TIMEOUT / 2
+    if make is PrefetchLoader:
+        again = iter(loader)
+        assert take(again, len(got)) == got
+        loader.close()
+        assert dataset is SlowStream or got == [[n, n + 1] for n in range(0, 2 * len(got), 2)]
+
+
+class LeavesOut:
+    """Torch's iterator as its workers are ended while it looks for the next batch: it returns a later one."""
+
+    _timeout, _shutdown, _persistent_workers, _workers, _try_get_data = 0, False, True, (), None
+    given = 0
+
+    def __next__(self):
+        self._shutdown = self.given == 3
+        self.given += 1 + self._shutdown
+        return self.given
+
+
+def test_a_batch_behind_one_that_was_left_out_is_not_handed_out():
+    iterator = PrefetchIterator(LeavesOut())
+    assert [next(iterator) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(RuntimeError, match=ENDED):
+        next(iterator)
+
+
+class WithoutPinning(LeavesOut):
+    """Torch's iterator after the thread that pins its batches has died: no batch ever comes."""
+
+    given, _pin_memory_thread = 0, threading.Thread()
+
+    def __next__(self):
+        self.given += 1
+        if self.given > 2:
+            raise RuntimeError("DataLoader timed out after 0.1 seconds")
+        return self.given
+
+
+def test_a_thread_of_torch_that_died_is_told(monkeypatch):
+    monkeypatch.setattr(prefetcher, "MIN_BATCH_SECONDS", 0.0)
+    iterator = PrefetchIterator(WithoutPinning())
+    assert [next(iterator) for _ in range(2)] == [1, 2]
+    with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly"):
+        next(iterator)
+    iterator.close()
+
+
+def test_workers_that_end_between_epochs():
+    """The end of an epoch stays its end."""
+    loader = PrefetchLoader(slow(24, lambda index: 0.02), batch_size=4, **WORKERS)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 6
+    as_a_trainer_does(loader)
+    assert list(iterator) == []
+    assert len(list(loader)) == 6
+    loader.close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_closing_does_not_wait_for_a_batch_that_nobody_wants(persistent, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # how long torch lets a worker end
+    data = slow(seconds=lambda index: 120 if index == 5 else 0.05)
+    loader = PrefetchLoader(data, batch_size=1, **{**WORKERS, "persistent_workers": persistent})
+    iterator = iter(loader)
+    assert take(iterator, 5) == [[n] for n in range(5)]
+    began = time.monotonic()
+    iterator.close()
+    assert time.monotonic() - began < JOIN_TIMEOUT
+
+
+def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
+    loader = PrefetchLoader(slow(40), batch_size=2, **WORKERS)
+    loader.limit_batches(lambda: math.inf)
+    holder = [iter(loader)]
+    take(holder[0], 2)
+    collect_in_its_thread(holder, loader._iterator)
+    assert values(loader) == [[n, n + 1] for n in range(0, 40, 2)]
+    loader.close()

@@ -1,0 +1,304 @@
+"""Kinds of datasets, samplers and generators that break a loader which works ahead, each beside a plain DataLoader."""
+
+import contextlib
+import gc
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.errors import NoEffectWarning
+from tests.data.samples import Rows, seeded, take, values
+
+
+@contextlib.contextmanager
+def numpy_seed(seed):
+    state = np.random.get_state()
+    np.random.seed(seed)
+    yield
+    np.random.set_state(state)
+
+
+@contextlib.contextmanager
+def python_seed(seed):
+    state = random.getstate()
+    random.seed(seed)
+    yield
+    random.setstate(state)
+
+
+def inline(index):
+    state = np.random.get_state()
+    np.random.seed(index)
+    number = np.random.rand()
+    np.random.set_state(state)
+    return number
+
+
+def with_torch(index):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(index)
+        return torch.rand(1).item()
+
+
+def with_context(context, draw):
+    def load(index):
+        with context(index):
+            return draw()
+
+    return load
+
+
+TEMPORARY = {
+    "numpy": with_context(numpy_seed, np.random.rand), "random": with_context(python_seed, random.random),
+    "torch": with_torch, "inline": inline,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
+@pytest.mark.parametrize("load", TEMPORARY.values(), ids=TEMPORARY)
+def test_a_generator_that_is_set_for_a_sample_and_put_back_is_found(load):
+    with pytest.warns(NoEffectWarning, match="draws from the global RNG"):
+        got = values(PrefetchLoader(Rows(12, load), 2))
+    assert got == values(DataLoader(Rows(12, load), 2))
+
+
+class Noisy(Rows):
+    def __init__(self, rng):
+        super().__init__(24)
+        self.transforms = [rng]
+
+    def __getitem__(self, index):
+        return index + self.transforms[0].random()
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, random.Random])
+def test_a_generator_of_the_dataset_in_epochs_that_are_broken_off(make):
+    def run(cls):
+        loader = cls(Noisy(make(0)), batch_size=2)
+        return [take(loader, 3) for _ in range(3)]
+
+    with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+        ours = run(PrefetchLoader)
+    assert ours == run(DataLoader)
+
+
+class Flat(IterableDataset):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        for batch in self.loader:
+            yield from batch.flatten()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_dataset_that_iterates_a_loader_of_ours(threads):
+    def run(cls, **more):
+        inner = cls(Rows(12, lambda n: torch.arange(4) + 4 * n), batch_size=2, **more)
+        return values(cls(Flat(inner), batch_size=8))
+
+    assert run(PrefetchLoader, threads=threads) == run(DataLoader)
+
+
+FORK = {"multiprocessing_context": "fork"}
+
+
+def test_no_process_begins_with_a_lock_of_a_dataset_held():
+    lock = threading.Lock()
+
+    def load(index):
+        with lock:
+            time.sleep(0.002)
+        return index
+
+    running = iter(PrefetchLoader(Rows(200, load), 2))
+    take(running, 2)
+    for _ in range(3):
+        assert values(DataLoader(Rows(4, load), 2, num_workers=1, timeout=20, **FORK)) == [[0, 1], [2, 3]]
+    running.close()
+
+
+def test_what_blocks_for_ever_is_waited_for_a_bounded_time(monkeypatch):
+    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 0.05)
+    release = threading.Event()
+    stuck = iter(PrefetchLoader(Rows(8, lambda index: release.wait(10) if index == 4 else index), 2))
+    take(stuck, 2)
+    time.sleep(0.02)
+    with pytest.warns(prefetcher.TurboWarning, match="waited 0.05 s for the batch that another thread loads"):
+        assert take(PrefetchLoader(range(4), 2), 1) == [[0, 1]]
+    release.set()
+    stuck.close()
+
+
+class Buckets(Sampler):
+    """Knows its length only while it is iterated."""
+
+    def __init__(self):
+        pass
+
+    def __iter__(self):
+        self.batches = [[0, 1], [2, 3], [4]]
+        yield from self.batches
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def test_a_length_is_not_asked_for_before_the_order_begins():
+    loader = PrefetchLoader(range(5), batch_sampler=Buckets())
+    assert values(loader) == [[0, 1], [2, 3], [4]]
+    assert loader.state_dict()["length"] == 3
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_plain_loop_that_puts_the_generator_back_has_the_next_epochs_too(own, workers, stop):
+    def make():
+        generator = seeded(3) if own else None
+        return PrefetchLoader(range(20), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+
+    loader = make()
+    iterator = iter(loader)
+    take(iterator, stop)
+    state, rng = loader.state_dict(), torch.get_rng_state()
+    rest = values(iterator)
+    straight = [*([rest] if rest else []), values(loader), values(loader)]
+    again = make()
+    again.load_state_dict(state)
+    torch.set_rng_state(rng)
+    assert [values(again) for _ in straight] == straight
+
+
+def test_the_file_list_of_a_dataset_is_not_walked_for_threads():
+    class Files(Rows):
+        def __init__(self):
+            super().__init__(8)
+            self.files = [Unread() for _ in range(200)]
+
+    class Unread:
+        def __reduce__(self):
+            raise AssertionError("the dataset was pickled")
+
+    assert values(PrefetchLoader(Files(), 2, threads=2)) == [[n, n + 1] for n in range(0, 8, 2)]
+
+
+def calls(function):
+    """How many calls of this package a function makes, in all threads."""
+    count = [0]
+
+    def profile(frame, event, argument):
+        count[0] += event == "call" and "/lightning_turbo/" in frame.f_code.co_filename
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return count[0]
+
+
+def test_a_batch_takes_ten_calls_of_this_package_and_an_epoch_fifty():
+    short, long = (PrefetchLoader(range(length), 2, shuffle=True) for length in (40, 240))
+    for loader in (short, long):
+        list(loader)  # which finds out what the loader draws
+    assert (calls(lambda: list(long)) - calls(lambda: list(short))) / 100 <= 10
+    assert calls(lambda: iter(short)) <= 50
+
+
+class Forking(Rows):
+    """Starts a process for each sample, as a reader of a foreign format may."""
+
+    # filelock, which torch imports, refuses a fork beside another one since Python 3.12.
+    one_by_one = threading.Lock() if sys.version_info >= (3, 12) else contextlib.nullcontext()
+
+    def __getitem__(self, index):
+        with self.one_by_one:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_samples_that_fork_wait_for_no_lock(threads, monkeypatch):
+    """A wait in vain would end in a warning, which is an error in tests."""
+    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 1.0)
+    batches = list(PrefetchLoader(Forking(8), batch_size=2, threads=threads))
+    assert len(batches) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
+    gc.disable()
+    try:
+        iterator = iter(PrefetchLoader(Rows(6), batch_size=2, num_workers=workers))
+        assert len(list(iterator)) == 3
+        gone = weakref.ref(iterator)
+        del iterator
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_child_iterates_the_loader_that_its_parent_iterates(threads):
+    loader = PrefetchLoader(Rows(12, lambda index: time.sleep(0.001) or index), 2, threads=threads)
+    iterator = iter(loader)
+    first = [next(iterator).tolist() for _ in range(4)]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, repr(values(loader)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    answers, _, _ = select.select([read], [], [], 10)
+    if not answers:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as answer:
+        assert answer.read() == repr(values(DataLoader(range(12), 2)))
+    assert first + [batch.tolist() for batch in iterator] == values(DataLoader(range(12), 2))
+
+
+def test_a_loader_in_a_thread_of_the_users_gives_the_same_batches_while_another_thread_draws():
+    """Nobody can tell whose draws they are, so that it loads in the thread that iterates it, and says so."""
+    drawn = threading.Event()
+
+    def load(index):
+        drawn.clear()
+        drawn.wait()
+        return index
+
+    loader = PrefetchLoader(Rows(12, load), 2)
+    got = []
+
+    def iterate():
+        with pytest.warns(NoEffectWarning, match="draws from the global RNG of torch"):
+            got.append(values(loader))
+
+    thread = threading.Thread(target=iterate)
+    thread.start()
+    while thread.is_alive():
+        torch.rand(1)
+        drawn.set()
+        time.sleep(0.0005)
+    assert got == [values(DataLoader(range(12), 2))]

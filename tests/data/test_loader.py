@@ -1,0 +1,397 @@
+"""PrefetchLoader: a DataLoader in every respect."""
+
+import copy
+import inspect
+import multiprocessing
+import os
+import pickle
+import random
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+    random_split,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.data.loading.loader import with_workers
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from tests.data.samples import Rows, Stream, seeded, take, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+def several(n):
+    return torch.tensor([n, n * n]), {"name": str(n), "half": n / 2}
+
+
+def numbers():
+    return Rows(23, several)
+
+
+class RandomBatches:
+    """A batch sampler that is no BatchSampler and knows its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(20, generator=seeded(self.epoch)).tolist()
+        yield from (order[n : n + 3] for n in range(0, 20, 3))
+
+    def __len__(self):
+        return 7
+
+
+def flat(batch):
+    return tree_map_only(torch.Tensor, torch.Tensor.tolist, batch)
+
+
+def epochs(cls, dataset, settings, count=3):
+    """The batches of some epochs, with draws of a pretended model in between."""
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    loader = cls(dataset, **settings)
+    got = []
+    for epoch in range(count):
+        for owner in (loader.sampler, loader.batch_sampler):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+        for batch in loader:
+            got.append((flat(batch), torch.rand(1).item()))
+        got.append(random.random())
+    return got, [*torch.rand(3).tolist(), random.random(), np.random.rand()]
+
+
+SETTINGS = {
+    "plain": lambda: {"batch_size": 4},
+    "shuffled": lambda: {"batch_size": 4, "shuffle": True},
+    "drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
+    "single samples": lambda: {"batch_size": None, "shuffle": True},
+    "own generator": lambda: {"batch_size": 4, "shuffle": True, "generator": seeded(3)},
+    "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(23), replacement=True)},
+    "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler(list(range(1, 24)), 30)},
+    "distributed": lambda: {"batch_size": 4, "sampler": DistributedSampler(range(23), 2, 1, shuffle=True)},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 5, False)},
+    "own batch sampler": lambda: {"batch_sampler": RandomBatches()},
+    "a list as sampler": lambda: {"batch_size": 2, "sampler": [3, 1, 2]},
+    "own collate": lambda: {"batch_size": 3, "collate_fn": list},
+    "one more than nothing": lambda: {"batch_size": 100},
+}
+CASES = [
+    (numbers, name, {}, threads) for name in SETTINGS for threads in (1, 3) if name != "single samples" or threads == 1
+]
+CASES += [
+    (numbers, name, {"num_workers": 1, "persistent_workers": persistent}, threads)
+    for name in ("shuffled", "single samples", "own batch sampler")
+    for persistent, threads in ((False, 1), (True, 1), (False, 3))
+    if name != "single samples" or threads == 1
+]
+CASES += [(Stream, "plain", {"num_workers": workers}, 1) for workers in (0, 2)]
+
+
+@pytest.mark.parametrize(("dataset", "name", "workers", "threads"), CASES)
+def test_batches_and_random_state_equal_the_plain_loaders(dataset, name, workers, threads):
+    plain, ours = ({**SETTINGS[name](), **workers} for _ in range(2))
+    assert epochs(PrefetchLoader, dataset(), {**ours, "threads": threads}) == epochs(DataLoader, dataset(), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_start_methods(method):
+    settings = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": method}
+    for threads in (1, 2):
+        assert values(PrefetchLoader(range(10), threads=threads, **settings)) == values(DataLoader(range(10), 4))
+
+
+def augmented():
+    """Draws from the generators of its process, as most augmentation does."""
+    return Rows(12, lambda index: (torch.rand(2) + index, random.random(), np.random.rand()))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_random_augmentation_is_that_of_the_plain_loader(threads, capfd):
+    settings = {"batch_size": 3, "shuffle": True}
+    with pytest.warns(NoEffectWarning, match="torch and random and numpy"):
+        ours = epochs(PrefetchLoader, augmented(), {**settings, "threads": threads})
+    assert ours == epochs(DataLoader, augmented(), settings)
+    settings.update(num_workers=1, multiprocessing_context="fork")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")  # the worker inherits it
+        warnings.showwarning = lambda message, *_: os.write(2, str(message).encode())
+        ours = epochs(PrefetchLoader, augmented(), {**settings, "threads": threads})
+    assert ours == epochs(DataLoader, augmented(), settings)
+    assert ("One thread loads instead of threads=3" in capfd.readouterr().err) == (threads == 3)
+
+
+class Jittered(Rows):
+    """Draws from a generator that lies in it."""
+
+    def __init__(self, rng):
+        super().__init__(23)
+        self.parts = {"inner": [rng]}
+
+    def __getitem__(self, index):
+        time.sleep(0.001 * (index % 3))  # others would overtake it
+        rng = self.parts["inner"][0]
+        return index + (torch.rand(1, generator=rng).item() if isinstance(rng, torch.Generator) else rng.random())
+
+
+@pytest.mark.parametrize(
+    "make", [random.Random, np.random.default_rng, np.random.RandomState, seeded], ids=lambda m: m.__name__
+)
+def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread(make):
+    settings = {"batch_size": 2, "shuffle": True}
+    with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+        ours = epochs(PrefetchLoader, Jittered(make(0)), {**settings, "threads": 3})
+    assert ours == epochs(DataLoader, Jittered(make(0)), settings)
+
+
+def test_a_dataset_that_draws_from_its_second_batch_on_is_loaded_by_one_thread():
+    loaders = set()
+
+    def load(index):
+        loaders.add(threading.current_thread())
+        return index if index < 4 else index + torch.rand(()).item()
+
+    with pytest.warns(NoEffectWarning, match="global RNG of torch"):
+        ours = epochs(PrefetchLoader, Rows(24, load), {"batch_size": 4, "threads": 3})
+    assert loaders == {threading.main_thread()}
+    assert ours == epochs(DataLoader, Rows(24, load), {"batch_size": 4})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_iterator_that_is_left_draws_from_a_generator_as_the_plain_one_does(workers, used):
+    """Before its first batch too, as Lightning leaves one where it loads several loaders again."""
+    orders = []
+    for cls in (DataLoader, PrefetchLoader):
+        loader = cls(range(15), 2, shuffle=True, generator=seeded(), num_workers=workers)
+        take(iter(loader), used)
+        orders.append([values(loader), values(loader)])
+    assert orders[0] == orders[1]
+
+
+def noise(index):
+    return torch.rand(())
+
+
+def test_what_draws_is_found_out_for_worker_processes_and_for_this_one():
+    loader = PrefetchLoader(Rows(24, noise), 4)
+    assert len(list(with_workers(loader, 1))) == 6
+    with pytest.warns(NoEffectWarning, match="Loading a batch draws from the global RNG of torch"):
+        list(loader)
+
+
+def test_a_thread_that_comes_back_late_leaves_those_of_the_next_epoch_alone(monkeypatch):
+    stalls, gate = [12], threading.Event()
+
+    def load(index):
+        time.sleep(0.01)
+        if index in stalls:
+            stalls.clear()
+            gate.wait(30)
+            time.sleep(0.1)
+        return index
+
+    monkeypatch.setattr(prefetcher, "JOIN_TIMEOUT", 0.05)
+    loader = PrefetchLoader(Rows(120, load), batch_size=6, threads=2)
+    first = iter(loader)
+    take(first, 2)
+    thread = first.thread.background
+    while stalls:
+        time.sleep(0.01)
+    with pytest.warns(TurboWarning, match="still waits for the next"):
+        second = iter(loader)
+    take(second, 4)
+    gate.set()
+    thread.join(30)
+    assert len(list(second)) == 16
+    loader.close()
+
+
+def set_attribute(worker_id):
+    dataset = torch.utils.data.get_worker_info().dataset
+    dataset.more = 1
+    dataset.load = lambda index: 4 + dataset.more
+
+
+def test_a_worker_init_fn_finds_the_dataset_itself():
+    assert values(PrefetchLoader(Rows(4), 2, threads=2, num_workers=1, worker_init_fn=set_attribute)) == [[5, 5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda **more: PrefetchLoader(Stream(), 4, **more), r"an IterableDataset \(Stream\)"),
+        (lambda **more: PrefetchLoader.of(Custom("x", batch_size=2), **more), "PrefetchCustom does not load by torch"),
+        (
+            lambda **more: PrefetchLoader.of(
+                StatefulDataLoader(numbers(), 4, sampler=StatefulDistributedSampler(numbers(), 1, 0)), **more
+            ),
+            "PrefetchStatefulDataLoader does not load by torch",
+        ),
+    ],
+)
+def test_threads_that_cannot_be_used_are_told_of_once(make, why):
+    loader = make(threads=2)
+    with pytest.warns(NoEffectWarning, match=rf"threads=2 has no effect here: .*{why}"):
+        first = [flat(batch) for batch in loader]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        assert [flat(batch) for batch in loader] == first == [flat(batch) for batch in make()]
+
+
+def test_it_is_a_dataloader_with_its_constructor():
+    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (PrefetchLoader, DataLoader))
+    added = {"prefetch_batches", "threads", "transfer", "sample_seeds"}
+    assert [name for name in ours if name not in added] == list(theirs)
+    assert all(ours[name] == theirs[name] for name in theirs)
+    loader = PrefetchLoader(numbers(), 4, True, num_workers=0)
+    assert isinstance(loader, DataLoader)
+    assert (len(loader), loader.batch_size) == (6, 4)
+    with pytest.raises(TypeError, match="has no len"):
+        len(PrefetchLoader(Stream()))
+    assert PrefetchLoader[torch.Tensor].__origin__ is PrefetchLoader  # generic, as DataLoader is
+
+
+def test_persistent_workers_survive_a_break_and_serve_the_newest_iterator():
+    loader = PrefetchLoader(range(40), 2, num_workers=1, persistent_workers=True)
+    first = iter(loader)
+    take(first, 3)
+    worker = multiprocessing.active_children()
+    assert values(loader) == [[n, n + 1] for n in range(0, 40, 2)]
+    with pytest.raises(RuntimeError, match="it was followed by another iter"):
+        next(first)
+    assert multiprocessing.active_children() == worker
+    loader.close()
+    assert not multiprocessing.active_children()
+
+
+class Custom(DataLoader):
+    """A loader class with an argument of its own and an iterator of its own."""
+
+    def __init__(self, path, scale=1, **kwargs):
+        self.path, self.scale = path, scale
+        super().__init__(range(6), **kwargs)
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * self.scale
+
+
+def test_other_classes_of_loader_can_be_converted():
+    loader = Custom("here", scale=10, batch_size=2)
+    twin = PrefetchLoader.of(loader, prefetch_batches=3)
+    assert isinstance(twin, PrefetchLoader)
+    assert isinstance(twin, Custom)
+    assert (twin.prefetch_batches, twin.threads, twin.path) == (3, 1, "here")
+    assert values(twin) == [[0, 10], [20, 30], [40, 50]]
+    assert type(loader) is Custom
+    assert type(PrefetchLoader.of(loader)) is type(twin)
+    assert list(inspect.signature(type(twin).__init__).parameters) == [
+        "self", "path", "scale", "prefetch_batches", "threads", "transfer", "sample_seeds", "kwargs",
+    ]  # fmt: skip
+    assert values(type(twin)(path="there", batch_size=3, prefetch_batches=2)) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("through", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_and_pickles(convert, through):
+    loader = PrefetchLoader.of(Custom("x", batch_size=2)) if convert else PrefetchLoader(range(6), 2)
+    iterator = iter(loader)
+    take(iterator, 2)
+    twin = through(loader)
+    assert type(twin) is type(loader)
+    assert values(twin) == [[0, 1], [2, 3], [4, 5]]
+    assert take(iterator, 1) == [[4, 5]]
+
+
+def test_a_pickled_loader_tells_where_it_is_before_its_first_batch():
+    loader = PrefetchLoader(range(6), 2, shuffle=True, generator=seeded(1))
+    twin = pickle.loads(pickle.dumps(loader))
+    iterators = [iter(loader), iter(twin)]
+    (own,), (twins,) = (each.state_dict()["own"] for each in (loader, twin))
+    assert torch.equal(own, twins)
+    assert values(iterators[0]) == values(iterators[1])
+
+
+def test_a_sampler_that_draws_from_shared_generators_is_named():
+    class Drawing(Sampler):
+        def __len__(self):
+            return 20
+
+        def __iter__(self):
+            return (random.randrange(20) for _ in range(20))
+
+    loader = PrefetchLoader(range(20), batch_size=2, sampler=Drawing(), num_workers=1)
+    with pytest.warns(NoEffectWarning, match="the indices .* (generator|RNG) of random.*Give the sampler"):
+        assert len(list(loader)) == 10
+
+
+SHARED = {
+    "itself": lambda data: (data, data),
+    "halves": lambda data: random_split(data, [10, 10]),
+    "a half of a half": lambda data: (data, Subset(Subset(data, range(10)), range(5))),
+    "a half beside a whole": lambda data: (Subset(data, range(10)), data),
+}
+
+
+@pytest.mark.parametrize("split", SHARED.values(), ids=SHARED)
+def test_loaders_that_share_a_dataset_load_in_turns(split):
+    """As those of a file that is opened once: two threads must not be inside at the same time."""
+    inside = threading.Lock()
+
+    def load(index):
+        assert inside.acquire(blocking=False), "two threads read at once"
+        time.sleep(0.002)
+        inside.release()
+        return index
+
+    one, other = (PrefetchLoader(part, 1, prefetch_batches=4) for part in split(Rows(20, load)))
+    in_turns(one, other)
+
+
+def test_streams_that_share_a_file_are_opened_in_turns_too():
+    inside = threading.Lock()
+
+    class Opened(IterableDataset):
+        def __iter__(self):
+            return map(self.read, [self.read(index) for index in range(10)])
+
+        def read(self, index):
+            assert inside.acquire(blocking=False), "two threads read at once"
+            time.sleep(0.002)
+            inside.release()
+            return index
+
+        def __len__(self):
+            return 10
+
+    in_turns(PrefetchLoader(Opened(), 1), PrefetchLoader(Opened(), 1))
+
+
+def in_turns(one, other):
+    first = iter(one)
+    take(first, 2)
+    assert len(list(other)) == len(other)  # while the thread of the first is at work
+    assert len(list(first)) == len(one) - 2

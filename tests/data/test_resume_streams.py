@@ -1,0 +1,160 @@
+"""A stream goes on at its sample with batches of another size, by its own state if it has an exact one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading.resume import write_used_batches
+from lightning_turbo.errors import TurboWarning
+from tests.data.samples import Stream, saved, seeded, take, values
+
+
+class Placed(IterableDataset):
+    """Keeps its place, and has another order in each pass, as torchdata asks of a stream with a state."""
+
+    def __init__(self):
+        self.at, self.passes, self.is_loaded, self.loads = 0, 0, False, []
+
+    def __iter__(self):
+        self.at, self.is_loaded = self.at if self.is_loaded else 0, False
+        order = torch.randperm(20, generator=seeded(self.passes)).tolist()
+        while self.at < 20:
+            self.at += 1
+            yield order[self.at - 1]
+        self.passes += 1
+
+    def state_dict(self):
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.at, self.passes, self.is_loaded = state["at"], state["passes"], True
+        self.loads.append(self.at)
+
+
+class HuggingFaces(IterableDataset):
+    """Begins every pass where the state is that was loaded, and may shuffle in a buffer, which no state holds."""
+
+    def __init__(self, **buffer):
+        self._starting_state_dict, self.at, self.loads = {}, 0, []
+        self._ex_iterable = SimpleNamespace(ex_iterables=[SimpleNamespace(ex_iterable=SimpleNamespace(**buffer))])
+        self.size = buffer.get("buffer_size", 1)
+
+    def __iter__(self):
+        self.at, held = self._starting_state_dict.get("at", 0), []
+        while self.at < 20 or held:
+            while self.at < 20 and len(held) < self.size:
+                held.append(self.at)
+                self.at += 1
+            yield held.pop(self.at % len(held))
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self._starting_state_dict = state
+        self.loads += state.values()
+
+
+def buffered():
+    return HuggingFaces(buffer_size=5)
+
+
+def numbers(batches):
+    return [number for batch in batches for number in batch]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 4, 5), (5, 2, 2), (2, 1, 6)])
+@pytest.mark.parametrize("make", [Stream, Placed, HuggingFaces, buffered])
+def test_each_sample_of_a_stream_comes_once(make, sizes, ahead):
+    """Also where a Trainer had fetched batches ahead, which were not used."""
+    plain = PrefetchLoader(make(), 4)
+    expected, state, seen = [numbers(values(plain)) for _ in range(2)], None, []
+    for size in sizes[:2]:
+        loader = PrefetchLoader(make(), size)
+        if state is not None:
+            loader.load_state_dict(state)
+        taken = take(iter(loader), 2 + ahead)
+        seen += numbers(taken[:2])
+        states = [loader.state_dict()]
+        write_used_batches(states, over=False, used=states[0]["consumed"] - len(taken[2:]))
+        state = saved(states[0])
+    loader = PrefetchLoader(make(), sizes[2])
+    loader.load_state_dict(state)
+    assert seen + numbers(values(loader)) == expected[0]
+    assert numbers(values(loader)) == expected[1]
+    # What two batches more would need is not kept, and a buffer is in no state: those are run through.
+    goes_by_state = make in (Placed, HuggingFaces) and len(taken[2:]) < 2
+    assert getattr(loader.dataset, "loads", []) == [len(seen)] * goes_by_state
+
+
+@pytest.mark.parametrize(("before", "now", "used", "said"), [
+    # By the size of a batch and the number of worker processes.
+    ((3, 1), (4, 1), 2, "6 samples .* 4 are left out now, in batches of 4 and 1: 2 are seen twice"),
+    ((3, 1), (2, 0), 2, None),
+    ((3, 0), (2, 1), 2, None),
+    ((4, 2), (4, 2), 2, None),
+    ((4, 2), (2, 2), 2, "8 samples .* 8 are left out now, in batches of 2 and 2: up to 8 may be seen twice, and as"),
+    ((4, 2), (4, 1), 3, "12 samples .* batches of 4 and 2 worker processes, and 12 .* up to 12 may be seen twice"),
+    ((4, 2), (5, 0), 2, "8 samples .* and 5 are left out now, in batches of 5 and 1: up to 8 may be seen twice"),
+])  # fmt: skip
+def test_what_worker_processes_cannot_leave_out_is_said_in_numbers(before, now, used, said, recwarn):
+    loader, other = (PrefetchLoader(Stream(), size, num_workers=workers) for size, workers in (before, now))
+    whole, iterator = numbers(values(loader)), iter(loader)
+    seen = take(iterator, used)
+    state = saved(loader.state_dict())
+    loader.close()
+    if said is None:
+        other.load_state_dict(state)
+        assert numbers(seen + values(other)) == whole
+    else:
+        with pytest.warns(TurboWarning, match=said):
+            other.load_state_dict(state)
+        assert set(numbers(seen + values(other))) == set(range(20)) or before[1] == 2
+
+
+def test_the_state_of_a_dataset_with_indices_is_refused_by_a_stream_and_the_other_way_round():
+    rows, stream = PrefetchLoader(range(20), 4), PrefetchLoader(Stream(), 4)
+    for first, second, said in (
+        (rows, stream, "sampler: expected SequentialSampler as when it was taken, got the stream Stream"),
+        (stream, rows, "sampler: expected Stream as when it was taken, got SequentialSampler"),
+    ):
+        take(iter(first), 1)
+        with pytest.raises(ValueError, match=said):
+            second.load_state_dict(first.state_dict())
+
+
+class Damaged(Stream):
+    """Raises an error at its fourth sample, and goes on."""
+
+    def __iter__(self):
+        return Damage()
+
+
+class Damage:
+    def __init__(self):
+        self.at = -1
+
+    def __next__(self):
+        self.at += 1
+        if self.at == 3:
+            raise ValueError("sample 3 is broken")
+        if self.at == 8:
+            raise StopIteration
+        return self.at
+
+
+def test_a_state_after_a_broken_batch_of_a_stream_goes_on():
+    loader = PrefetchLoader(Damaged(), batch_size=1)
+    iterator = iter(loader)
+    assert take(iterator, 3) == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="sample 3 is broken"):
+        next(iterator)
+    assert take(iterator, 2) == [[4], [5]]
+    other = PrefetchLoader(Damaged(), batch_size=1)
+    other.load_state_dict(saved(loader.state_dict()))
+    assert values(other) == [[6], [7]]
+    loader.close()

@@ -1,0 +1,353 @@
+"""Each rule speaks at its threshold and is silent below it."""
+
+import itertools
+import re
+from dataclasses import fields
+from dataclasses import replace as replace_fields
+from pathlib import Path
+
+import pytest
+
+from lightning_turbo.doctor.facts import (
+    Call,
+    Facts,
+    Loader,
+    OptimizerFacts,
+    Part,
+    Rank,
+    Run,
+    SchedulerFacts,
+    Seen,
+    Site,
+)
+from lightning_turbo.doctor.report import Report, as_json, as_text
+from lightning_turbo.doctor.rules import RULES, diagnose
+from lightning_turbo.doctor.rules.rule import LEVELS
+from lightning_turbo.doctor.timeline import PHASES
+
+SITE = Site(file="train.py", line=7)
+MIB = 2**20
+CUDA = Facts(run=Run(device="cuda:0", capability=(8, 0), tf32=True, cores=8), seen=Seen(watched=4))
+CPU = Facts(run=Run(cores=8), seen=Seen(watched=4))
+SLOW = {"data": 0.02, "forward": 0.08}
+LOADER = Loader(type="DataLoader", standard=True, sampler="RandomSampler", site=SITE)
+
+
+def replace(facts, **changes):
+    """Facts with other values, wherever among them a field is."""
+    for name, part in (("run", Run), ("seen", Seen)):
+        if isinstance(facts, Facts):
+            own = {each.name: changes.pop(each.name) for each in fields(part) if each.name in changes}
+            changes[name] = replace_fields(getattr(facts, name), **own)
+    return replace_fields(facts, **changes)
+
+
+def calls(kind, **more):
+    return (Call(**{"kind": kind, "name": "x", "site": SITE, "count": 4, "steps": 4, **more}),)
+
+
+def adam(**more):
+    return (OptimizerFacts(name="Adam", **more),)
+
+
+def cyclic(**more):
+    return (SchedulerFacts(name="CyclicLR", site=SITE, aim="its first turn", **more),)
+
+
+def rank(outside=0.0, **phases):
+    """A rank in whose steps of 40 ms the phases take these seconds."""
+    steps = ({"data": 0.001, "forward": 0.02, "backward": 0.019, **phases},) * 10
+    return Rank(steps=steps, outside={"before fit": outside, "setting up the data": 70 - outside, "": 1.0})
+
+
+VALIDATES = replace(rank(), outside={"before fit": 0.0, "setting up the data": 70.0, "validation": 0.4, "": 1.0})
+
+# Rule -> cases of (facts, the level it has to have, or None for silence).
+CASES = {
+    "host-sync": [
+        (replace(CUDA, calls=calls("sync")), "warning"),
+        (replace(CPU, calls=calls("sync")), "info"),
+        (replace(CUDA, calls=calls("sync", count=1, steps=1)), "info"),
+        (replace(CUDA, calls=calls("sync", within="a layer of torch")), "info"),
+        (replace(CUDA, calls=calls("sync", within="torchmetrics")), "warning"),
+        (CPU, None),
+    ],
+    "progress-bar-sync": [(replace(CUDA, calls=calls("log")), "info"), (CUDA, None)],
+    "made-on-host": [
+        (replace(CUDA, calls=calls("moved")), "warning"),
+        (replace(CUDA, calls=calls("moved", count=1, steps=1)), "info"),
+        (replace(CPU, calls=calls("moved")), "info"),
+        (CPU, None),
+    ],
+    "copied-array": [
+        (replace(CPU, calls=calls("copied", seconds=0.0041), phases={"forward": 0.1}), "warning"),
+        (replace(CPU, calls=calls("copied", seconds=0.0039), phases={"forward": 0.1}), "info"),  # not above 1 %
+        (CPU, None),
+    ],
+    "housekeeping": [(replace(CPU, calls=calls("housekeeping")), "warning"), (CPU, None)],
+    "retained-graph": [
+        (replace(CPU, retained=(Part(name="self.losses", growing=True, site=SITE),)), "warning"),
+        (replace(CPU, retained=(Part(name="self.last", growing=False),)), "info"),
+        (CPU, None),
+    ],
+    "anomaly-mode": [
+        (replace(CPU, anomaly=True), "warning"),
+        (replace(CPU, calls=calls("anomaly")), "warning"),
+        (CPU, None),
+    ],
+    "waits-for-data": [
+        (replace(CPU, phases=SLOW), "warning"),
+        (replace(CPU, phases={"data": 0.006, "forward": 0.05}), "warning"),
+        (replace(CPU, phases={"data": 0.005, "forward": 0.001}), "info"),  # not above 5 ms
+        (replace(CPU, phases={"data": 0.01, "forward": 0.09}), None),  # not above 10 %
+        (CPU, None),
+    ],
+    "compute-bound": [
+        (replace(CPU, phases={"data": 0.01, "forward": 0.09}), "info"),
+        (replace(CPU, phases={"forward": 0.01, "backward": 0.01, "optimizer": 0.01, "copy": 0.02}), "info"),
+        (replace(CPU, phases=SLOW), None),
+        (CPU, None),
+    ],
+    "copy-bound": [
+        (replace(CUDA, phases={"copy": 0.006, "forward": 0.005}), "warning"),
+        (replace(CUDA, phases={"copy": 0.005, "forward": 0.004}), "info"),
+        (replace(CUDA, phases={"copy": 0.004, "forward": 0.005}), None),
+        (CUDA, None),
+    ],
+    "loop-overhead": [
+        (replace(CPU, phases={"hooks": 0.003, "logging": 0.003, "forward": 0.004}), "warning"),
+        (replace(CPU, phases={"hooks": 0.002, "logging": 0.003, "forward": 0.004}), "info"),
+        (replace(CPU, phases={"hooks": 0.0003, "forward": 0.0021}), "info"),  # below 2.5 ms
+        (replace(CPU, phases={"hooks": 0.0003, "forward": 0.0001, "data": 0.002}), "info"),
+        (replace(CPU, phases={"hooks": 0.0004, "forward": 0.0022}), None),
+        (replace(CPU, phases={"hooks": 0.0002, "forward": 0.0019}), None),  # not above 10 %
+        (CPU, None),
+    ],
+    "workers": [
+        (replace(CPU, phases=SLOW, loader=LOADER), "warning"),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=3)), "warning"),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=4)), None),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=1), local_ranks=2), "warning"),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=2), local_ranks=2), None),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, workers=9)), "warning"),
+        (replace(CPU, loader=replace(LOADER, workers=9)), "info"),
+        (replace(CPU, phases=SLOW, loader=replace(LOADER, standard=False)), None),
+    ],
+    "pin-memory": [
+        (replace(CUDA, loader=LOADER, batch=8 * MIB), "warning"),
+        (replace(CUDA, loader=LOADER, batch=8 * MIB - 1), "info"),
+        (replace(CUDA, loader=replace(LOADER, pin_memory=True), batch=8 * MIB), None),
+        (replace(CPU, loader=LOADER, batch=8 * MIB), None),
+    ],
+    "persistent-workers": [
+        (replace(CPU, loader=replace(LOADER, workers=2), epochs=3, batches=49), "warning"),
+        (replace(CPU, loader=replace(LOADER, workers=2), epochs=3, batches=50), "info"),
+        (replace(CPU, loader=replace(LOADER, workers=2), epochs=1, batches=49), None),
+        (replace(CPU, loader=replace(LOADER, workers=2, persistent_workers=True), epochs=3), None),
+    ],
+    "lost-sampler": [
+        (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False)), "error"),
+        (replace(CPU, world_size=2, loader=Loader(type="Wrapper", standard=False, sharded=False)), "error"),
+        (replace(CPU, world_size=2, loader=Loader(type="Unknown", standard=False)), None),
+        (replace(CPU, world_size=2, loader=replace(LOADER, sharded=True)), None),
+        (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False, iterable_dataset=True)), None),
+        (replace(CPU, world_size=1, loader=replace(LOADER, sharded=False)), None),
+        (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False), gives_sampler=False), None),
+    ],
+    "slow-rank": [
+        (replace(CPU, ranks=(rank(), rank(forward=0.026, backward=0.011))), "warning"),  # of a step of 40 ms
+        (replace(CPU, ranks=(rank(), rank(forward=0.0255, backward=0.0145))), "warning"),
+        (replace(CPU, ranks=(rank(), rank(forward=0.0245, backward=0.0155))), None),  # not above 5 ms
+        (replace(CPU, ranks=(rank(), rank(forward=0.026), rank(forward=0.026))), None),  # nobody waits
+        (replace(CPU, ranks=(rank(backward=0.04), rank(data=0.02, backward=0.02))), "warning"),
+        (replace(CPU, ranks=(rank(outside=2.0), rank(outside=3.1))), "info"),
+        (replace(CPU, ranks=(rank(outside=3.0), rank(outside=4.1))), None),  # not half as long again
+        (replace(CPU, ranks=(rank(outside=60.0), rank(outside=62.5))), None),  # and the others' wait is not their own
+        (replace(CPU, ranks=(rank(outside=0.1), rank(outside=1.0))), None),  # not above a second
+        (replace(CPU, ranks=(VALIDATES, rank())), None),  # the second one has no batches to validate
+        (CPU, None),
+    ],
+    "whole-reads": [
+        (replace(CPU, read=4 * MIB + 1, batch=MIB), "info"),
+        (replace(CPU, read=4 * MIB + 1, batch=MIB, phases=SLOW), "warning"),
+        (replace(CPU, read=4 * MIB, batch=MIB), None),
+        (replace(CPU, read=MIB, batch=1000), None),
+    ],
+    "indexed-gzip": [
+        (replace(CPU, indexed_gzip=True, loader=replace(LOADER, whole_nifti=SITE)), "info"),
+        (replace(CPU, loader=replace(LOADER, whole_nifti=SITE)), None),
+        (replace(CPU, indexed_gzip=True), None),
+    ],
+    "cuda-graph": [
+        (replace(CPU, calls=calls("sync")), "info"),
+        (replace(CUDA, graph=(Part(name="Adam without capturable=True"),)), "info"),
+        (replace(CPU, calls=calls("log")), None),
+    ],
+    "wide-batch": [(replace(CPU, wide=("batch[0]",)), "warning"), (CPU, None)],
+    "repeated-draws": [
+        (replace(CPU, loader=replace(LOADER, workers=2, copied_generators=("dataset.rng",))), "info"),
+        (CPU, None),
+    ],
+    "float32": [
+        (replace(CUDA, tf32=False), "warning"),
+        (replace(CUDA, capability=(7, 0)), "warning"),
+        (CUDA, None),
+        (replace(CUDA, capability=(6, 1), tf32=False), None),
+        (replace(CUDA, precision="bf16-mixed", tf32=False), None),
+        (CPU, None),
+    ],
+    "clip-before-unscale": [(replace(CPU, calls=calls("clip")), "error"), (CPU, None)],
+    "loop-optimizer": [
+        (replace(CPU, optimizers=adam(one_by_one=True)), "warning"),
+        (replace(CUDA, optimizers=adam(can_fuse=True)), "info"),
+        (replace(CPU, optimizers=adam(can_fuse=True)), None),
+    ],
+    "short-window": [
+        (replace(CPU, accumulate=4, batches=10), "warning"),
+        (replace(CPU, accumulate=4, batches=12), None),
+        (replace(CPU, accumulate=4, batches=10, exact_windows=True), None),
+        (replace(CPU, accumulate=1, batches=10), None),
+        (replace(CPU, accumulate=4, batches=10, ends_epoch=False), None),
+    ],
+    "graph-breaks": [(replace(CPU, graph_breaks={"Data-dependent branching": 2}), "info"), (CPU, None)],
+    "recompiles": [(replace(CPU, recompilations={"net.py:3 forward: size": 1}), "warning"), (CPU, None)],
+    "stepped-per-epoch": [
+        (replace(CPU, epochs=9, schedulers=cyclic(length=10)), "warning"),
+        (replace(CPU, epochs=10, schedulers=cyclic(length=10)), None),
+        (replace(CPU, epochs=9, schedulers=cyclic(length=10, interval="step")), None),
+        (replace(CPU, epochs=9, automatic=False, schedulers=cyclic(length=10)), None),
+        (replace(CPU, epochs=9, schedulers=(SchedulerFacts(name="StepLR"),)), None),
+    ],
+}
+
+
+def test_every_rule_has_cases_for_both():
+    assert sorted(CASES) == sorted(rule.name for rule in RULES)
+    for cases in CASES.values():
+        assert {level is None for _, level in cases} == {True, False}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_speaks_at_its_threshold(name):
+    rule = next(rule for rule in RULES if rule.name == name)
+    for number, (facts, level) in enumerate(CASES[name]):
+        findings = rule.findings(facts)
+        assert {finding.level for finding in findings} == ({level} if level else set()), number
+        assert all(finding.rule == name and finding.what and finding.cost for finding in findings)
+        assert all(finding.remedy.endswith(".") for finding in findings)
+
+
+def test_the_gravest_comes_first_and_then_the_costliest():
+    ((cheap,), (dear,)) = (calls("sync", name=name, seconds=n) for name, n in (("cheap", 0.1), ("dear", 0.9)))
+    loader = replace(LOADER, pin_memory=True, sharded=False)
+    facts = replace(CUDA, world_size=2, loader=loader, calls=(cheap, dear))
+    assert diagnose(Facts()) == []
+    found = [(each.level, each.what.split()[0]) for each in diagnose(facts) if each.rule != "cuda-graph"]
+    assert [level for level, _ in found] == sorted((level for level, _ in found), key=LEVELS.index)
+    assert [what for _, what in found if what in ("cheap", "dear")] == ["dear", "cheap"]
+
+
+BOUND_BY = {"data": "waits-for-data", "compute": "compute-bound", "copy": "copy-bound", "loop": "loop-overhead"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_verdict_has_its_finding(device, phase):
+    for step, share in itertools.product([1e-4, 1e-3, 4e-3, 1e-2, 1.0], [0.11, 0.3, 0.7, 1.0]):
+        rest = {each: (1 - share) * step / (len(PHASES) - 1) for each in PHASES}
+        facts = replace(CPU, device=device, phases={**rest, phase: share * step}, tf32=True)
+        (finding,) = (each for each in diagnose(facts) if each.rule == BOUND_BY[facts.bound])
+        assert finding.remedy
+
+
+WAITING = replace(CPU, phases={"data": 0.02, "forward": 0.02})
+
+
+@pytest.mark.parametrize(("facts", "words", "others"), [
+    (WAITING, "PrefetchLoader for a background thread", "raise threads"),
+    (replace(WAITING, loader=replace(LOADER, prefetches=True)), "raise threads", "PrefetchLoader"),
+    (replace(WAITING, phases={"data": 0.004, "forward": 0.002}), "too short for a thread", "PrefetchLoader"),
+])  # fmt: skip
+def test_the_remedy_fits_how_long_the_step_waits_and_what_loads(facts, words, others):
+    (finding,) = (each for each in diagnose(facts) if each.rule == "waits-for-data")
+    assert words in finding.remedy
+    assert others not in finding.remedy
+
+
+COMPUTING = replace(CPU, phases={"forward": 0.05})
+
+
+@pytest.mark.parametrize(("facts", "words", "others"), [
+    (COMPUTING, ["ApexAMP", "instructions for bfloat16", "lightning-turbo tune"], ["MemoryFormat"]),
+    (replace(COMPUTING, device="cuda:0"), ["ApexAMP", "lightning-turbo tune"], ["bfloat16"]),
+    (replace(COMPUTING, convolutions=True), ["ApexAMP", "MemoryFormat", "lightning-turbo tune"], []),
+    (replace(COMPUTING, precision="bf16-mixed"), ["lightning-turbo tune"], ["ApexAMP", "MemoryFormat"]),
+])  # fmt: skip
+def test_what_may_help_a_step_that_computes_is_named(facts, words, others):
+    (finding,) = (each for each in diagnose(facts) if each.rule == "compute-bound")
+    assert all(word in finding.remedy for word in words)
+    assert not any(word in finding.remedy for word in others)
+
+
+@pytest.mark.parametrize(("strategy", "named"), [
+    ("SingleDeviceStrategy", "strategy='turbo'"), ("DDPStrategy", "strategy='turbo_ddp'"),
+    ("TurboStrategy", None), ("FSDPStrategy", None),
+])  # fmt: skip
+def test_a_turbo_strategy_is_named_for_short_steps_where_it_can_take_anothers_place(strategy, named):
+    facts = replace(
+        CPU, strategy=strategy, phases={"forward": 0.0005, "hooks": 0.0004}, longest_hook="Mine.on_fit (1 ms)"
+    )
+    (finding,) = (each for each in diagnose(facts) if each.rule == "loop-overhead")
+    assert ("turbo" in finding.remedy) == (named is not None)
+    assert named is None or named in finding.remedy
+    assert "the longest of them Mine.on_fit (1 ms)" in finding.what
+
+
+def lines(*numbers, **more):
+    return tuple(call for n in numbers for call in calls("sync", site=Site(file="/t.py", line=n), **more))
+
+
+@pytest.mark.parametrize(("facts", "count", "places"), [
+    (replace(CUDA, calls=lines(3, 5, 9)), 3, ["/t.py:3", "/t.py:5", "/t.py:9"]),
+    (replace(CUDA, calls=lines(3, 5, within="torchmetrics")), 2, ["/t.py:3", "/t.py:5"]),
+    (replace(CUDA, wide=("batch[0]", "batch[1]")), 2, ["batch[0], batch[1]"]),
+])  # fmt: skip
+def test_one_cause_is_one_finding_with_its_places(facts, count, places):
+    report = Report(facts=facts, findings=tuple(each for each in diagnose(facts) if each.rule != "cuda-graph"))
+    (finding,) = as_json(report)["findings"]
+    assert (finding["count"], finding["places"]) == (count, places)
+    assert (f"{count} places: " in " ".join(as_text(report, 120).split())) == (count > 1)
+
+
+@pytest.mark.parametrize(("within", "remedy"), [
+    ("", "torch.where"),
+    ("torchmetrics", "nan_strategy='disable'"),
+    ("torch.distributions", "validate_args=False"),
+    ("a layer of torch", "nothing to change"),
+])  # fmt: skip
+def test_the_remedy_fits_the_cause(within, remedy):
+    (finding,) = (
+        each for each in diagnose(replace(CPU, calls=calls("sync", within=within))) if each.rule == "host-sync"
+    )
+    assert remedy in finding.remedy
+    assert (f"within {within}" in finding.what) == bool(within)
+    assert finding.what.endswith("once a step")
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "symptoms.md"
+
+
+def test_the_page_of_symptoms_has_each_rule():
+    names = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text("utf-8"), re.M)
+    assert sorted(names) == sorted(rule.name for rule in RULES)
+    assert {rule.card for rule in RULES} <= {path.stem for path in (PAGE.parent / "cards").glob("*.md")}
+
+
+def test_the_lists_of_tricks_name_each_rule_that_exists_and_no_other():
+    section = (PAGE.parent / "from-plain-pytorch.md").read_text("utf-8").partition("## Lists of tricks")[2]
+    rows = [re.split(r" \| ", row)[1] for row in re.findall(r"^\| (?!Trick)(.+) \|$", section, re.M)]
+    assert all("](" in row or "rule" in row or "by hand: " in row or "`TurboStrategy(" in row for row in rows)
+    named = {
+        name for row in rows for part in re.findall(r"rules? (`[^;]*)", row) for name in re.findall("`([^`]+)`", part)
+    }
+    assert named == {rule.name for rule in RULES}
