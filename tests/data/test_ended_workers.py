@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader, prefetcher
+from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader
+from lightning_turbo.data.loading import prefetcher
 from lightning_turbo.data.loading.prefetcher import JOIN_TIMEOUT
 from tests.collecting import collect_in_its_thread
 from tests.data.samples import Rows, take, values

@@ -204,7 +204,8 @@ WAYS = {
 # Each way is gone in a fork of one interpreter. It ends as one that was started does, and has torch imported already.
 LEAVE = """
 import _thread, json, os, signal, sys, tempfile, threading, time, torch
-from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading import prefetcher
 
 torch.multiprocessing.set_start_method("fork")  # a process of another kind has no class of a program behind -c
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading import prefetcher
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded, take, values
 

@@ -29,7 +29,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from lightning_turbo.data import PrefetchLoader, prefetcher
+from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading import prefetcher
 from lightning_turbo.data.loading.loader import with_workers
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, Stream, seeded, take, values

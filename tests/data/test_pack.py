@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lightning_turbo import _optional
-from lightning_turbo.data import PackedDataset, pack_files, pack_folder
+from lightning_turbo.data import PackedDataset, pack_folder
+from lightning_turbo.data.packed import pack_files
 from lightning_turbo.errors import MissingExtraError
 
 Image = pytest.importorskip("PIL.Image")

@@ -18,7 +18,8 @@ import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo import _random
-from lightning_turbo.data import PrefetchIterator, PrefetchLoader, prefetcher
+from lightning_turbo.data import PrefetchIterator, PrefetchLoader
+from lightning_turbo.data.loading import prefetcher
 from lightning_turbo.data.loading.prefetcher import LoadProfile
 from lightning_turbo.data.loading.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning

@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo._pytree import move_batch
-from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader, device
+from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
+from lightning_turbo.data.loading import device
 from tests.data.samples import Lazy, seeded
 
 DEVICE = torch.device("cuda", 0)
