@@ -19,7 +19,7 @@ class AugmentBatches(Callback):
 
     It comes after the move to the device and after ``on_after_batch_transfer``, where the strategy returns the batch.
     Hooks from ``transfer_batch_to_device`` on, and steps, see batches without their indices. The epoch is that of the
-    Trainer, so a resumed run augments as one that never stopped.
+    Trainer, so a resumed run augments as one that never stopped. Several of these callbacks augment in their order.
 
     Args:
         augmentation: What is done; its ``image``, ``mask`` and ``label`` name parts of the batch.
@@ -51,9 +51,17 @@ class AugmentBatches(Callback):
         """Have the strategy, which moves the batches to the device, augment them there."""
         self._end()
         self._was_called = False
+        # Who takes the indices off a batch gives them to all: the first of these callbacks asks the others.
+        together = [each for each in trainer.callbacks if isinstance(each, AugmentBatches)]
+        if together[0] is not self:
+            return
 
         def to_device(move: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._augment(trainer, move, batch, *args, **kwargs)
+            index, data = batch if isinstance(batch, Indexed) else (None, batch)
+            data = move(data, *args, **kwargs)
+            for each in together:
+                data = each._augment(trainer, index, data)
+            return data
 
         self._replaced = ReplacedMethod(trainer.strategy, "batch_to_device", to_device)
 
@@ -79,10 +87,7 @@ class AugmentBatches(Callback):
             self._replaced.put_back()
             self._replaced = None
 
-    def _augment(self, trainer: Any, move: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        is_indexed = isinstance(batch, Indexed)
-        index, data = batch if is_indexed else (None, batch)
-        data = move(data, *args, **kwargs)
+    def _augment(self, trainer: Any, index: list[int] | None, data: Any) -> Any:
         if self.training_only and not trainer.training:
             return data
         # With each batch, because Lightning calls no on_train_epoch_start where it resumes within an epoch.

@@ -117,6 +117,35 @@ def test_validation_is_augmented_only_where_asked(expected):
         assert torch.equal(torch.cat([batch[0] for batch in model.hooked]), torch.cat([IMAGES, IMAGES]))
 
 
+FLIP, NORMALIZE = augment.RandomFlip([-1], p=1.0), augment.NormalizeIntensity()
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "turbo"}, {"strategy": TurboStrategy(**LEAN)}])
+def test_several_callbacks_augment_in_their_order(settings):
+    """Each with its own seed; one that changes training batches alone beside one that changes all."""
+    once = augment.BatchAugmentation([FLIP, NORMALIZE], 3)
+    noise = [augment.BatchAugmentation([augment.RandomGaussianNoise(p=1.0)], seed) for seed in (5, 6)]
+    expected = {}
+    for epoch in range(2):
+        for each in (once, *noise):
+            each.set_epoch(epoch)
+        image, index = once((IMAGES,), range(12))[0], range(12)
+        for each in noise:
+            image = each((image,), index)[0]
+        expected.update({(epoch, number): image[number] for number in range(12)})
+    callbacks = [
+        AugmentBatches(augment.BatchAugmentation([FLIP], 3)),
+        AugmentBatches(augment.BatchAugmentation([NORMALIZE], 1), training_only=False),
+        *map(AugmentBatches, noise),
+    ]
+    model, loader = Validated(), DataLoader(DATA, batch_size=4)
+    trainer = quiet_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks, **settings)
+    trainer.fit(model, loader, DataLoader(DATA, batch_size=4))
+    assert_same(model.seen, expected)
+    assert torch.equal(torch.cat(model.validated[:3]), NORMALIZE.change(IMAGES))
+    assert "batch_to_device" not in vars(trainer.strategy)
+
+
 def test_batches_without_indices_are_refused_and_nothing_is_left():
     trainer = quiet_trainer(max_epochs=1, callbacks=[callback()])
     with pytest.raises(ValueError, match="IndexedDataset"):

@@ -71,14 +71,20 @@ class _Corners:
         voxels, first = self._begin(batch)
         # Each is used again and again: new pages of memory cost as much time as what is computed.
         rooms = [voxels.new_empty(first.shape) for _ in range(self.axes + 1)]
+        return self._mix(voxels, first.flatten(), 0, 0, rooms)
 
-        def mix(axis: int, offset: int, room: Tensor, *others: Tensor) -> Tensor:
-            if axis == self.axes:
-                return torch.index_select(voxels[offset:], 0, first.flatten(), out=room.view(-1)).view(first.shape)
-            mix(axis + 1, offset, room, *others)
-            return room.lerp_(mix(axis + 1, offset + self.strides[axis], *others), self.weights[axis])
+    def _mix(self, voxels: Tensor, first: Tensor, axis: int, offset: int, rooms: Sequence[Tensor]) -> Tensor:
+        """Interpolate along an axis, and those after it, between the voxels so far behind the first corners.
 
-        return mix(0, 0, *rooms)
+        A method, not a function within ``linear`` that calls itself: such a one is a cycle of references, in which the
+        tensors that it sees would stay until the collector of garbage comes.
+        """
+        room, *others = rooms
+        if axis == self.axes:
+            return torch.index_select(voxels[offset:], 0, first, out=room.view(-1)).view(room.shape)
+        self._mix(voxels, first, axis + 1, offset, rooms)
+        end = self._mix(voxels, first, axis + 1, offset + self.strides[axis], others)
+        return room.lerp_(end, self.weights[axis])
 
     def nearest(self, batch: Tensor) -> Tensor:
         """Return masks by nearest neighbour."""
