@@ -80,4 +80,4 @@ def draw_bars(
     handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]
     picture.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower right", ncols=len(handles))
     with whole_file(path) as part:
-        picture.savefig(part, dpi=140)
+        picture.savefig(part, dpi=140, format="png")

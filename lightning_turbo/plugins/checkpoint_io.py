@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_turbo._checks import check_switches
+from lightning_turbo._files import whole_file
 from lightning_turbo._host_copy import HostCopier
 from lightning_turbo._lightning import TorchCheckpointIO, check_binding
 
@@ -22,11 +22,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Lightning writes into the system's temporary folder and moves the file. Where that folder lies on another disk than
     the checkpoints, the move is a copy, and a process that is killed in the middle of it, or a disk that fills up,
-    leaves half a file in place of the last checkpoint. Here the file is written beside its place under another name,
-    ``.NAME.partial``, brought to the disk (``fsync``), and then takes its place in one step.
+    leaves half a file in place of the last checkpoint. Here the file is written beside its place under a name of its
+    own, ``.NAME.MACHINE-NUMBER.partial``, brought to the disk (``fsync``), and then takes its place in one step. Runs
+    that save under one name at a time all succeed, and the last one counts.
 
-    The next checkpoint of the same name writes over what a killed process left of such a file. Paths with a protocol,
-    as ``s3://``, are left to Lightning: object stores show a file when it is complete.
+    The next checkpoint in a folder removes what killed processes of the same machine left of such files. Paths with a
+    protocol, as ``s3://``, are left to Lightning: object stores show a file when it is complete.
 
     Args:
         background: Write in a thread while training goes on. A save copies the checkpoint to memory of the host, which
@@ -34,7 +35,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             the copy, and the host does not. A save waits for the one before it, so that at most one is under way. Its
             error is raised by the next save, or at the end of the run, which waits for it, as the end of the process
             does. Files are removed after the saves before them, and stay if one of these fails. Saves outside of
-            epochs, as ``trainer.save_checkpoint`` after ``fit`` or its error, are written at once.
+            epochs, as ``trainer.save_checkpoint`` after ``fit`` or its error, are written at once; so are all into a
+            folder that has a link to a file, as ``save_last="link"`` makes one: Lightning sets it before the thread is
+            done, and a kill would leave it without its file.
 
     Raises:
         LightningMismatchError: If the program uses the other import name of Lightning.
@@ -75,7 +78,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 before it could not.
         """
         self._wait()
-        if not self.background or storage_options is not None or not self._is_in_run(checkpoint):
+        if not self._may_wait(checkpoint, path, storage_options):
             self._write(checkpoint, path, storage_options)
             return
         copy = self._copier.copy(checkpoint)
@@ -108,6 +111,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 self._thread.shutdown()
             self._thread, self._last, self._copier = None, None, HostCopier()
             self._ended_at = -1
+
+    def _may_wait(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> bool:
+        """Whether a file may be written while training goes on."""
+        in_background = self.background and storage_options is None and self._is_in_run(checkpoint)
+        return in_background and not _has_links(Path(path).expanduser().parent)
 
     def _is_in_run(self, checkpoint: dict[str, Any]) -> bool:
         """Whether a checkpoint is from within an epoch of a run that goes on; any other may be read at once.
@@ -149,7 +157,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path).expanduser()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(target, checkpoint)
+            with whole_file(target, follow_link=False) as partial, open(partial, "wb") as file:
+                torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             cause = _system_error(error)
             if cause is None:
@@ -168,23 +177,9 @@ def _is_in_epoch(checkpoint: dict[str, Any]) -> bool:
     return epochs["ready"] > epochs["completed"]
 
 
-def _replace(target: Path, checkpoint: dict[str, Any]) -> None:
-    partial = target.with_name(f".{target.name}.partial")  # Lightning looks for files that end in .ckpt
-    try:
-        with open(partial, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name as well has to reach the disk
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+def _has_links(folder: Path) -> bool:
+    """Whether there are links in a folder, whole or broken; there are none in one that has yet to be made."""
+    return folder.is_dir() and any(path.is_symlink() for path in folder.iterdir())
 
 
 def _system_error(error: BaseException | None) -> OSError | None:

@@ -40,8 +40,6 @@ def names(path):
 def test_a_checkpoint_is_written_read_replaced_and_removed(path):
     io = AtomicCheckpointIO()
     for checkpoint in (OLD, NEW):
-        path.parent.mkdir(exist_ok=True)
-        path.with_name(".last.ckpt.partial").write_bytes(b"of a run that was killed")
         io.save_checkpoint(checkpoint, path)
         loaded = io.load_checkpoint(path)
         assert loaded["step"] == checkpoint["step"]
@@ -87,6 +85,37 @@ def test_the_file_reaches_the_disk_before_it_takes_its_place_and_others_may_read
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
     with pytest.raises(OSError, match=r"plain/last\.ckpt' could not be written \((File exists|Not a directory)"):
         AtomicCheckpointIO().save_checkpoint(OLD, plain / "last.ckpt")
+
+
+def test_runs_that_save_under_one_name_all_succeed_and_every_file_is_whole(path):
+    """As of runs that are started in one second, and so get the same folder."""
+    failed = []
+
+    def save(run):
+        io = AtomicCheckpointIO()
+        for _ in range(10):
+            try:
+                io.save_checkpoint({"run": run, "w": torch.full((10_000,), run)}, path)
+                loaded = torch.load(path)
+                assert (loaded["w"] == loaded["run"]).all()
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(run,)) for run in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert names(path) == ["last.ckpt"]
+
+
+def test_a_link_is_replaced_and_the_checkpoint_that_it_points_to_stays(path):
+    io = AtomicCheckpointIO()
+    io.save_checkpoint(OLD, path.with_name("step=1.ckpt"))
+    path.symlink_to("step=1.ckpt")
+    io.save_checkpoint(NEW, path)
+    assert [io.load_checkpoint(path.with_name(name))["step"] for name in ("step=1.ckpt", "last.ckpt")] == [1, 2]
 
 
 def test_object_stores_and_storage_options_are_left_to_lightning(path):
@@ -171,11 +200,24 @@ def test_one_save_is_under_way_and_a_file_is_removed_after_the_one_that_replaces
     second.start()
     second.join(0.1)
     assert second.is_alive()
-    assert names(path) == [".last.ckpt.partial", "old.ckpt"]
+    unfinished, *others = names(path)
+    assert unfinished.startswith(".last.ckpt.")
+    assert others == ["old.ckpt"]
     gate.set()
     second.join()
-    assert names(path) in (["last.ckpt"], [".last.ckpt.partial", "last.ckpt"])
+    assert names(path)[-1] == "last.ckpt"
+    assert not old.exists()
     assert background.load_checkpoint(path)["step"] == 3
+
+
+def test_where_a_link_points_to_a_checkpoint_each_save_is_there_when_it_returns(path, background, gate):
+    """Lightning sets ``save_last="link"`` right after the save: a kill must leave it with a whole file."""
+    gate.set()
+    background.save_checkpoint(OLD | after(1), path.with_name("step=1.ckpt"))
+    background.load_checkpoint(path.with_name("step=1.ckpt"))
+    path.symlink_to("step=1.ckpt")
+    background.save_checkpoint(NEW | after(2), path.with_name("step=2.ckpt"))
+    assert torch.load(path.with_name("step=2.ckpt"))["step"] == 2
 
 
 def test_an_error_of_the_writer_is_raised_once_and_no_file_is_removed_for_what_is_not_there(path, background):
