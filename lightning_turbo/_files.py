@@ -34,8 +34,8 @@ def whole_file(path: str | os.PathLike[str], *, follow_link: bool = True) -> Ite
 
     Args:
         path: The file to write.
-        follow_link: If ``path`` is a link, replace the file that it points to, and write directly to what is no file,
-            as ``/dev/stdout``. ``False`` replaces a link itself.
+        follow_link: If ``path`` is a link, replace the file that it points to, and write directly to anything but a
+            file, as ``/dev/stdout``. ``False`` replaces a link itself.
     """
     target = Path(path).resolve() if follow_link else Path(path)
     if follow_link and target.exists() and not target.is_file():
