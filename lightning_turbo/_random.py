@@ -44,6 +44,8 @@ MOST_OBJECTS, MOST_PARTS = 10_000, 256
 # Packages whose own lines are not looked at: to seed torch once takes thousands of them, and an interrupt comes most
 # likely at a line that is looked at, which is not to be one where this package lets go of a lock.
 QUIET = {*sys.stdlib_module_names, "torch", "numpy", "lightning_turbo"}
+# Of those, what seeds generators for a sample and puts them back, which only its own lines show.
+SEEDING = "lightning_turbo.data.sample_seeds"
 
 # Held while a state of torch's is read, and by a fork: a child is not to begin with it held and without a collector. A
 # fork takes locks in the reverse order of their registration, so those of loaders before this one, as loads do.
@@ -199,7 +201,8 @@ class GeneratorWatch:
             self.drew.append("a random generator that the dataset holds")
 
     def _compare(self, frame: Any, *event: Any) -> Any:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in QUIET:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] in QUIET and module != SEEDING:
             return None  # what they set, the next line of the dataset's code shows
         # To read the states at each line is slow, and where all of them are drawn from, nothing is left to find.
         self._left -= 1

@@ -14,12 +14,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
 
-from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data import PackedDataset, PrefetchIterator, PrefetchLoader, pack, seed_samples
 from lightning_turbo.data.loading import prefetcher
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded, take, values
+from tests.leftovers import prefetch_threads
 
 
 @contextlib.contextmanager
@@ -110,6 +111,73 @@ def test_a_dataset_that_iterates_a_loader_of_ours(threads):
         return values(cls(Flat(inner), batch_size=8))
 
     assert run(PrefetchLoader, threads=threads) == run(DataLoader)
+
+
+def packed(folder):
+    pack([{"image": np.full((2, 2), n, dtype=np.float32)} for n in range(12)], folder)
+    return PackedDataset(folder)
+
+
+# Datasets without a line of the user's: what is done to the generators while they load shows in no traced line.
+WITHOUT_CODE = {
+    "tensors": lambda: TensorDataset(torch.arange(12.0), torch.ones(12, 2)),
+    "subset": lambda: Subset(TensorDataset(torch.arange(24.0)), range(6, 18)),
+    "concatenated": lambda: ConcatDataset([TensorDataset(torch.arange(6.0)), TensorDataset(torch.ones(6))]),
+    "list": lambda: [torch.full((2,), float(n)) for n in range(12)],
+    "dicts": lambda: [{"image": np.full(3, n)} for n in range(12)],
+    "packed": lambda: packed("packed"),
+    "rows": lambda: Rows(12),
+}
+
+
+@pytest.mark.filterwarnings("ignore:threads=2 has no effect here. PackedDataset loads a batch")
+@pytest.mark.parametrize("make", WITHOUT_CODE.values(), ids=WITHOUT_CODE)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_dataset_without_a_line_of_the_users_gives_a_plain_loaders_batches(make, threads):
+    data = make()
+    ours, seen = PrefetchLoader(data, 2, threads=threads), []
+    plain = list(DataLoader(data, 2))
+    for batch in ours:
+        seen.append(batch)
+        if len(seen) == 2:
+            assert prefetch_threads()
+    assert len(seen) == len(plain) == 6
+    for one, other in zip(seen, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def seeded_batches(data, how, settings):
+    """The ways in which a loader over a dataset gets sample seeds."""
+    if how == "argument":
+        return PrefetchLoader(data, 2, sample_seeds=1, **settings)
+    loader = seed_samples(DataLoader(data, 2, **settings), 1)
+    if how == "function":
+        return PrefetchLoader.of(loader)
+    return PrefetchIterator(batch for batch in loader) if how == "generator" else PrefetchIterator(iter(loader))
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
+@pytest.mark.parametrize("make", WITHOUT_CODE.values(), ids=WITHOUT_CODE)
+@pytest.mark.parametrize("how", ["argument", "function", "iterator", "generator"])
+def test_seeds_for_samples_are_set_in_no_thread_beside_the_step(make, how):
+    """A step that draws finds the generators as it left them, and the warning names what to do."""
+    data = make()
+    plain = list(seed_samples(DataLoader(data, 2), 1))
+    cause = "^sample_seeds seeds" if how in ("argument", "function") else "draws from the global RNG"
+    with pytest.warns(NoEffectWarning, match=f"{cause}.*num_workers=1") as told:
+        seen = [(batch, prefetch_threads()) for batch in seeded_batches(data, how, {})]
+    assert len(told) == 1
+    for (batch, threads), other in zip(seen, plain, strict=True):
+        torch.testing.assert_close(batch, other, rtol=0, atol=0)
+        assert not threads
+
+
+@pytest.mark.parametrize("how", ["argument", "function"])
+def test_worker_processes_load_seeded_samples_ahead_without_a_word(how):
+    data = WITHOUT_CODE["tensors"]()
+    plain = list(seed_samples(DataLoader(data, 2), 1))
+    for one, other in zip(seeded_batches(data, how, {"num_workers": 1}), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 FORK = {"multiprocessing_context": "fork"}

@@ -216,7 +216,7 @@ def make_for_lightning(kind):
     return PrefetchLoader.of(loader) if kind == "of" else loader
 
 
-@pytest.mark.filterwarnings("ignore:Loading a batch draws")
+@pytest.mark.filterwarnings("ignore:sample_seeds seeds")
 @pytest.mark.parametrize("kind", ["plain", "prefetch", "of"])
 @pytest.mark.parametrize("in_hook", [False, True])
 def test_seeds_stay_when_lightning_replaces_the_sampler(kind, in_hook):
@@ -270,13 +270,13 @@ def test_a_process_group_that_begins_later_counts(tmp_path):
 
 # ---- With prefetching.
 
-QUIET = pytest.mark.filterwarnings("ignore:Loading a batch draws")
+QUIET = pytest.mark.filterwarnings("ignore:sample_seeds seeds")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_workers": 0}, "Loading a batch draws from the global RNG of torch.*Use num_workers=1"),
+        ({"num_workers": 0}, "^sample_seeds seeds the random generators .*Use num_workers=1"),
         ({"num_workers": 1, "threads": 3}, "threads=3 has no effect here: the generators that are seeded"),
         ({"num_workers": 2, "persistent_workers": True, "shuffle": True}, None),
         ({"num_workers": 1, "sampler": SeededSampler(range(LENGTH), SEED)}, None),

@@ -20,6 +20,7 @@ from lightning_turbo._checks import check_count
 from lightning_turbo._random import GeneratorWatch
 from lightning_turbo.data.loading.resume import Position
 from lightning_turbo.data.loading.thread_state import ThreadState
+from lightning_turbo.data.sample_seeds import SeededDataset
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["LoadProfile", "LoadingLock", "PrefetchIterator", "is_loading", "load_in_this_thread"]
@@ -162,6 +163,17 @@ class LoadProfile:
             f"{what} draws from {' and '.join(drew)}: in a background thread the numbers would depend on timing, "
             "whatever the seed. Batches are loaded in the training thread instead, as by a plain DataLoader, with "
             f"nothing gained. {advice}",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+    def decide_for_seeds(self) -> None:
+        """Decide, for good, that no thread may load, because the generators are seeded before each sample."""
+        self.uses_rng = True
+        warnings.warn(
+            "sample_seeds seeds the random generators of this process before each sample: a background thread would "
+            "do so while a training step draws from them. Batches are loaded in the training thread instead, as by a "
+            "plain DataLoader, with nothing gained. Use num_workers=1: a worker process has generators of its own.",
             NoEffectWarning,
             stacklevel=2,
         )
@@ -536,6 +548,9 @@ class PrefetchIterator(Iterator[Any]):
 
     def _load_watched(self) -> list[Any]:
         """Load the second item, and decide by it whether a thread may load."""
+        if isinstance(self._dataset, SeededDataset) and not self.thread.has_workers:
+            self._profile.decide_for_seeds()
+            return self._load_noting()
         with GeneratorWatch(None if self.thread.has_workers else self._dataset) as watch:
             item = self._load_noting()
         if item[1] is None:
