@@ -1,13 +1,14 @@
-"""Callback that releases gradients right after the optimizer's step."""
+"""Callback that releases gradients before the forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from lightning_turbo._checks import inherits
 from lightning_turbo._lightning import (
     Callback,
     LightningModule,
@@ -17,30 +18,30 @@ from lightning_turbo._lightning import (
     is_overridden,
     rank_zero_warn,
 )
+from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import callbacks_named
 from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["GradToNone", "no_effect_reason", "zero_grad_after_steps"]
+__all__ = ["GradToNone", "no_effect_reason", "release_before_forward"]
 
 
 class GradToNone(Callback):
-    """Release gradients right after ``optimizer.step()`` instead of just before the next backward.
+    """Release gradients before the forward pass that follows ``optimizer.step()``, not between it and the backward.
 
-    Lightning sets gradients to ``None`` between forward and backward, so that they occupy memory during validation and
-    the next forward pass. With this callback, activations can use that memory. The results do not change, also with
-    accumulation and clipping.
+    Lightning sets gradients to ``None`` between forward and backward, so that they occupy memory while the activations
+    grow. With this callback, activations can use that memory. The results do not change, also with accumulation and
+    clipping, and every hook between the step and the next ``training_step`` sees the gradients that it sees without.
 
     Raises:
         MisconfigurationException: In ``setup``, if the strategy clears gradients itself.
 
     Warns:
-        NoEffectWarning: If gradients are views of DDP's buckets, ``StochasticWeightAveraging`` reads them again, the
-            module decides when to clear them (manual optimization, ``optimizer_zero_grad``), or an optimizer runs no
-            hooks.
+        NoEffectWarning: If gradients are views of DDP's buckets, ``StochasticWeightAveraging`` reads them again, a
+            hook ``on_before_zero_grad`` of the module or a callback reads them after the forward pass, the module
+            decides when to clear them (manual optimization, ``optimizer_zero_grad``), or an optimizer runs no hooks.
 
     Note:
-        Hooks after the step, such as ``on_train_batch_end`` and ``on_before_zero_grad``, see no gradients: read them in
-        ``on_before_optimizer_step``.
+        In ``training_step`` there are no gradients of the step before.
 
     Example:
         >>> from lightning_turbo import GradToNone
@@ -51,7 +52,11 @@ class GradToNone(Callback):
 
     def __init__(self) -> None:
         check_binding("GradToNone")
-        self._handles: list[RemovableHandle] = []
+        self._cleanup = ExitStack()  # undoes what on_train_start changes
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or a process that is spawned with it, has nothing to undo.
+        return {**vars(self), "_cleanup": ExitStack()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that keeps the gradients itself."""
@@ -61,31 +66,45 @@ class GradToNone(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add the hook to every optimizer."""
-        self._remove()
+        """Begin to release gradients."""
+        self._cleanup.close()
         # Not in setup: DDP has wrapped the module by now, and says whether gradients are views of its buckets.
         if reason := no_effect_reason(trainer):
             rank_zero_warn(f"GradToNone has no effect: {reason}. Remove it.", category=NoEffectWarning)
         else:
-            self._handles = zero_grad_after_steps(trainer.optimizers)
+            self._cleanup.callback(release_before_forward(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the hooks."""
-        self._remove()
+        """Leave the gradients alone again."""
+        self._cleanup.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the hooks."""
-        self._remove()
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Leave the gradients alone again."""
+        self._cleanup.close()
 
 
-def zero_grad_after_steps(optimizers: Iterable[Optimizer]) -> list[RemovableHandle]:
-    """Let optimizers release their gradients after each of their steps; returns the handles that end it."""
-    return [each.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.zero_grad()) for each in optimizers]
+def release_before_forward(trainer: Any) -> Callable[[], None]:
+    """Let a Trainer's optimizers release their gradients before the first ``training_step`` after each of their steps.
+
+    That is after the last hook to which Lightning gives them, but for ``on_before_zero_grad``.
+
+    Returns:
+        A function that ends it; call it once.
+    """
+    undo, stepped = ExitStack(), dict[Optimizer, None]()
+
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        stepped[optimizer] = None
+
+    def training_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        while stepped:
+            stepped.popitem()[0].zero_grad()
+        return step(*args, **kwargs)
+
+    for optimizer in trainer.optimizers:
+        undo.callback(optimizer.register_step_post_hook(note).remove)
+    undo.callback(ReplacedMethod(trainer.strategy, "training_step", training_step).put_back)
+    return undo.close
 
 
 def no_effect_reason(trainer: Any) -> str:
@@ -100,7 +119,21 @@ def no_effect_reason(trainer: Any) -> str:
         return "manual optimization clears gradients itself: call optimizer.zero_grad() right after optimizer.step()"
     if is_overridden("optimizer_zero_grad", module):
         return f"{type(module).__name__}.optimizer_zero_grad decides when gradients are cleared"
-    for optimizer in trainer.optimizers:
+    return _who_reads_late(trainer) or _who_runs_no_hooks(trainer.optimizers)
+
+
+def _who_reads_late(trainer: Any) -> str:
+    """Return who is given the gradients after the forward pass, or an empty text."""
+    owners = [(trainer.lightning_module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)]
+    for owner, base in owners:
+        if getattr(owner, "on_before_zero_grad", None) and not inherits(owner, base, ("on_before_zero_grad",)):
+            return f"{type(owner).__name__}.on_before_zero_grad is given the gradients after the forward pass"
+    return ""
+
+
+def _who_runs_no_hooks(optimizers: list[Any]) -> str:
+    """Return which of the optimizers runs no hooks after its steps, or an empty text."""
+    for optimizer in optimizers:
         # A wrapper around an optimizer that is an Optimizer in name only, without its constructor.
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             return f"{type(optimizer).__name__} does not call Optimizer.__init__, and so runs no hooks after its steps"

@@ -324,7 +324,7 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """Clear the gradients, if there are any. Follows ``_AutomaticOptimization._optimizer_zero_grad``."""
         trainer, module, plan = self.trainer, self.trainer.lightning_module, self._plan
-        # With release_gradients there are none after a step, so that each window begins without any.
+        # With release_gradients a window's first forward pass begins without any.
         if not plan.zero_grad or any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         self.optim_progress.optimizer.zero_grad.increment_completed()

@@ -35,7 +35,7 @@ from lightning_turbo._trainer import (
     supports_lean_loop,
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
-from lightning_turbo.callbacks.grad_to_none import no_effect_reason, zero_grad_after_steps
+from lightning_turbo.callbacks.grad_to_none import no_effect_reason, release_before_forward
 from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.callbacks.prefetch import wrap_loader
 from lightning_turbo.data.dali import DALILoader
@@ -154,8 +154,7 @@ class TurboParts(Strategy):
         if reason := no_effect_reason(trainer):
             _log(f"release_gradients has no effect: {reason}.")
             return
-        for handle in zero_grad_after_steps(trainer.optimizers):
-            self._cleanup.callback(handle.remove)
+        self._cleanup.callback(release_before_forward(trainer))
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
@@ -312,7 +311,7 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
             because cuDNN would choose its algorithms by their times.
         matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
             ``"medium"``.
-        release_gradients: Set gradients to None right after each optimizer step, see ``GradToNone``.
+        release_gradients: Set gradients to None before the forward pass after each optimizer step, see ``GradToNone``.
         lean: Run Lightning's loop with direct calls of its hooks, same order, same results, and keep logged values as
             tensors until somebody reads them. ``None``: with Lightning 2.6, its own loop and no profiler. What the loop
             may leave out is decided before the first batch.

@@ -173,8 +173,8 @@ def test_gradients_of_a_thawed_backbone_are_released_too():
     held = {}
     for callbacks in ((), (GradToNone(),)):
         net, rows = Net(), held.setdefault(len(callbacks), [])
-        net.on_train_batch_start = lambda *_, net=net, rows=rows: rows.append(
-            [p.grad is None for p in net.parameters()]
+        net.backbone.register_forward_pre_hook(
+            lambda *_, net=net, rows=rows: rows.append([p.grad is None for p in net.parameters()])
         )
         fit(net, Finetuning(), *callbacks)
     assert not any(held[0][-1])  # of the backbone too

@@ -79,9 +79,9 @@ def test_a_compiled_run_goes_on_from_a_plain_one_and_back(tmp_path):
     same(rest, whole)
 
 
-def test_gradients_are_released_after_the_step_and_switches_are_put_back():
+def test_gradients_are_released_before_the_forward_pass_and_switches_are_put_back():
     held, model = [], net()
-    model.on_train_batch_end = lambda *_: held.append(any(p.grad is not None for p in model.parameters()))
+    model.net.register_forward_pre_hook(lambda *_: held.append(any(p.grad is not None for p in model.parameters())))
     before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
     trainer = fit(model, TurboStrategy(matmul_precision="high"))
     assert not held[3]

@@ -1,19 +1,15 @@
-"""ExactAccumulation against the gradients of big batches, and GradToNone, which changes no number, in a Trainer."""
-
-import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
+"""ExactAccumulation in a Trainer, against the gradients of big batches in a plain loop."""
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_turbo import ApexAMP, ExactAccumulation, GradToNone
+from lightning_turbo import ApexAMP, ExactAccumulation
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -23,28 +19,23 @@ def gradients(parameters):
 
 
 class Net(LightningModule):
-    """Notes the gradients of each step, and before each forward pass whether there are any."""
+    """Notes the gradients of each step."""
 
     def __init__(self, lr=0.1, skip=None):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.unused = nn.Parameter(torch.ones(1))
-        self.lr, self.skip, self.gradients, self.held = lr, skip, [], []
+        self.lr, self.skip, self.gradients = lr, skip, []
 
     def loss(self, x):
         return self.net(x).square().mean()
 
-    def parameters_of(self, optimizer):
-        return [p for group in optimizer.param_groups for p in group["params"]]
-
     def training_step(self, batch, batch_idx):
-        updated = [p for optimizer in self.trainer.optimizers for p in self.parameters_of(optimizer)]
-        self.held.append(any(p.grad is not None for p in updated))
         return None if batch_idx == self.skip else self.loss(batch)
 
     def on_before_optimizer_step(self, optimizer):
-        self.gradients.append(gradients(self.parameters_of(optimizer)))
+        self.gradients.append(gradients(p for group in optimizer.param_groups for p in group["params"]))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -59,9 +50,6 @@ def fit(model, *callbacks, n=18, level=None, **flags):
     settings = {"max_epochs": 2, "plugins": plugins, "callbacks": list(callbacks), **flags}
     quiet_trainer(**settings).fit(model, batches(n))
     return model
-
-
-# ExactAccumulation
 
 
 def big_batches(n, windows, lr=0.1, clip=None, mean_of_batches=False):
@@ -159,124 +147,12 @@ def test_what_accumulates_otherwise_is_refused(model, make, message):
         fit(model(), ExactAccumulation(), *make())
 
 
-# GradToNone
+def test_batches_of_a_window_that_an_epoch_left_open_do_not_count_in_the_next():
+    class Ends(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 5 else None  # after the first batch of the second window
 
-
-class Clears(Net):
-    """Manual optimization."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
-class Keeps(Net):
-    """Never clears its gradients."""
-
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        pass
-
-
-class Lookahead(torch.optim.Optimizer):
-    """As it is widespread: an Optimizer that never calls its constructor."""
-
-    def __init__(self, inner):
-        self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, {}
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none=True):
-        self.inner.zero_grad(set_to_none)
-
-
-class Lars:
-    """Only claims to be an Optimizer."""
-
-    __class__ = property(lambda self: torch.optim.Optimizer)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        if name in ("param_groups", "state", "defaults", "zero_grad", "state_dict", "load_state_dict"):
-            return getattr(self.inner, name)
-        raise AttributeError(name)
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
-class Forwards(Lars):
-    """Its inner optimizer answers for it."""
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-
-# Lightning asks a protocol, which since Python 3.12 sees nothing that __getattr__ gives.
-LOOKS_PAST_GETATTR = pytest.mark.skipif(sys.version_info >= (3, 12), reason="Lightning refuses such a wrapper")
-
-
-def wrapped(wrap):
-    class Wraps(Net):
-        def configure_optimizers(self):
-            return wrap(super().configure_optimizers())
-
-    return Wraps
-
-
-def same(a, b):
-    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(("make", "flags", "warning"), [
-    (Net, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, ""),
-    (Net, {"accumulate_grad_batches": 2, "level": "O2"}, ""),
-    pytest.param(wrapped(Forwards), {}, "", marks=LOOKS_PAST_GETATTR),
-    (Keeps, {}, "Keeps.optimizer_zero_grad decides when gradients are cleared"),
-    (Clears, {}, "manual optimization clears gradients itself"),
-    (wrapped(Lookahead), {}, r"Lookahead does not call Optimizer.__init__"),
-    pytest.param(
-        wrapped(Lars), {"level": "O2"}, r"Lars does not call Optimizer.__init__", marks=LOOKS_PAST_GETATTR
-    ),
-])  # fmt: skip
-def test_the_numbers_stay_and_the_gradients_go_or_it_warns(make, flags, warning):
-    plain = fit(make(), **flags)
-    with pytest.warns(NoEffectWarning, match=warning) if warning else nullcontext():
-        released = fit(make(), GradToNone(), **flags)
-    same(plain, fit(make(), strategy="turbo", **flags))  # says so in its log
-    same(plain, released)
-    window = flags.get("accumulate_grad_batches", 1)
-    if not warning:
-        assert plain.held[2 * window]
-        assert not released.held[2 * window]
-    if window == 2:
-        assert released.held[2 * window + 1]  # in mid-window they have to stay
-
-
-def test_the_last_step_of_weight_averaging_has_its_gradients():
-    def run(*callbacks, **flags):
-        model = Net()
-        model.net.insert(1, nn.BatchNorm1d(8))
-        averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
-        return fit(model, averaging, *callbacks, max_epochs=3, gradient_clip_val=0.5, **flags)
-
-    plain = run()
-    with pytest.warns(NoEffectWarning, match="StochasticWeightAveraging makes one more step with the last gradients"):
-        same(plain, run(GradToNone()))
-    same(plain, run(strategy="turbo"))
-
-
-def test_what_it_refuses_and_bucket_views_of_ddp():
-    strategy = SimpleNamespace(handles_gradient_accumulation=True)
-    trainer = SimpleNamespace(strategy=strategy, model=SimpleNamespace(gradient_as_bucket_view=True))
-    with pytest.raises(MisconfigurationException, match="keeps and clears gradients itself"):
-        GradToNone().setup(trainer, Net(), "fit")
-    with pytest.warns(NoEffectWarning, match="gradients are views of DDP's buckets"):
-        GradToNone().on_train_start(trainer, Net())
+    settings = {"accumulate_grad_batches": 4, "max_epochs": 3}
+    exact = fit(Ends(), ExactAccumulation(), n=30, **settings)
+    plain = fit(Ends(), n=30, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(exact.parameters(), plain.parameters(), strict=True))
