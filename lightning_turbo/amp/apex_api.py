@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from lightning_turbo._checks import expect, is_whole
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.casts import LevelCasts
-from lightning_turbo.amp.grad_scaler import ApexGradScaler, params_of
+from lightning_turbo.amp.grad_scaler import ApexGradScaler
+from lightning_turbo.amp.gradients import GradientStage, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import AmpLookupError, AmpStateError, AmpUsageError
@@ -50,7 +51,7 @@ class _Session:
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(casts.restore)
         for scaler in scalers[1:]:
-            scaler.optimizers = scalers[0].optimizers
+            scaler.share_states(scalers[0])
 
     def attach(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         """Let the steps of an optimizer be skipped after an overflow, and run without O1's casts.
@@ -90,9 +91,10 @@ class _Session:
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _session is not self:  # it has ended, but a schedule still wraps this step
             return inner(*args, **kwargs)
-        closure, state = kwargs.get("closure", args[0] if args else None), self.scalers[0].state_of(optimizer)
+        closure = kwargs.get("closure", args[0] if args else None)
+        state = self.scalers[0].state_of(optimizer)
         # One step is skipped, as in apex: a second one with the same gradients is not.
-        skips = state.stage == "unscaled" and bool(state.found_inf)
+        skips = state.stage is GradientStage.UNSCALED and state.is_overflow()
         if closure is not None and (self.casts.keeps_masters or skips):
             raise AmpUsageError(
                 "optimizer.step(closure): at O2, and on a skipped step, a closure cannot run (as in apex). Call it "
@@ -106,7 +108,7 @@ class _Session:
             with disable_casts():
                 return inner(*args, **kwargs)
         finally:
-            state.stage, state.scaled_by = "stepped", None
+            state.stepped()
             self.casts.clear_cache()
 
     @contextlib.contextmanager
@@ -114,9 +116,9 @@ class _Session:
         """Around the backward pass of a loss, which adds to the gradients of other passes and losses."""
         scaler = self.scalers[loss_id]
         for state in map(scaler.state_of, optimizers):
-            if state.scaled_by not in (None, scaler):
+            if state.owner not in (None, scaler):
                 raise AmpUsageError(
-                    f"loss_id={loss_id!r}: expected loss_id={self.scalers.index(state.scaled_by)!r}, whose scaled "
+                    f"loss_id={loss_id!r}: expected loss_id={self.scalers.index(state.owner)!r}, whose scaled "
                     "gradients are still accumulated. Step first, or use one loss_id per window."
                 )
         with scaler.backward(optimizers, unscale=not delay_unscale), self.casts.backward_context():
@@ -127,7 +129,7 @@ class _Session:
         """Move the scale of a loss after a backward pass, and say if it overflowed."""
         scaler = self.scalers[loss_id]
         overflow = scaler.overflowed
-        scaler.update()
+        scaler.settle()
         if not overflow:
             return
         scale = scaler.get_scale()

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_turbo.amp.autocast import FunctionCasts
-from lightning_turbo.amp.grad_scaler import params_of
+from lightning_turbo.amp.gradients import params_of
 from lightning_turbo.amp.half_forward import (
     HalfForward,
     HalfWeights,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,24 +13,18 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_turbo._checks import expect, is_number, is_whole
-from lightning_turbo.amp.levels import HALF_DTYPES, INITIAL_DYNAMIC_SCALE
+from lightning_turbo.amp.gradients import (
+    GradientStage,
+    GradientState,
+    has_non_finite,
+    multiply_and_check,
+    numbers_of,
+    params_of,
+)
+from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["ApexGradScaler", "OptimizerState", "has_non_finite", "numbers_of", "params_of"]
-
-
-@dataclass
-class OptimizerState:
-    """What is known of the gradients that an optimizer's next step uses."""
-
-    stage: str = "ready"
-    """``"scaled"`` after a backward pass whose gradients wait to be unscaled, ``"unscaled"``, or ``"stepped"``."""
-    scaled_by: ApexGradScaler | None = None
-    """By whose scale they are multiplied while they are ``"scaled"``."""
-    found_inf: Tensor | bool | None = None
-    """Whether they overflowed: 1.0 or 0.0 on their device, a bool once the host knows; ``None`` if nobody looked."""
-    by_hand: bool = False
-    """Whether ``unscale_`` was called in a loop without ``backward``, which ``update`` ends, as torch's does."""
+__all__ = ["ApexGradScaler"]
 
 
 class ApexGradScaler(GradScaler):
@@ -44,12 +37,13 @@ class ApexGradScaler(GradScaler):
 
     A step in its order: ``scale`` multiplies the loss. ``backward`` stands around the backward pass and notes that
     gradients are scaled now, or unscales them at once. ``prepare_step`` unscales those that still are, before hooks and
-    clipping look at them. ``step`` steps or skips, and ``update`` moves the scale once for all passes since the last
-    ``update``. ``ApexAMP`` calls all five, ``lightning_turbo.amp`` the first two and ``update``. A loop written for
-    torch's scaler knows no ``backward``: its gradients count as scaled until ``unscale_`` or ``step``.
+    clipping look at them. ``step`` steps or skips, and ``settle`` moves the scale once for all passes since it was
+    settled last. ``ApexAMP`` calls all five, ``lightning_turbo.amp`` the first two and ``settle``. A loop written for
+    torch's scaler knows neither ``backward`` nor ``settle``: its gradients count as scaled until ``unscale_`` or
+    ``step``, and again after ``update``.
 
-    What holds at any time: ``optimizers`` knows whether the gradients of an optimizer are scaled and whether they
-    overflowed; nothing else does.
+    What holds at any time: the ``GradientState`` of an optimizer, which ``state_of`` returns, knows whether its
+    gradients are scaled and whether they overflowed; nothing else does.
 
     Args:
         loss_scale: ``"dynamic"``, or a static factor, finite and above zero. A static scale never looks for overflow,
@@ -93,17 +87,17 @@ class ApexGradScaler(GradScaler):
         # The scale itself is made on the device of the first loss; "cpu" asks for no CUDA before.
         super().__init__("cpu", init_scale=initial, growth_interval=growth_interval)
         self._enabled = self.dynamic or initial != 1.0
-        self.optimizers: WeakKeyDictionary[Optimizer, OptimizerState] = WeakKeyDictionary()
-        self._passes: list[Tensor] = []  # what the passes since the last update found
+        self._states: WeakKeyDictionary[Optimizer, GradientState] = WeakKeyDictionary()
+        self._passes: list[Tensor] = []  # what the passes since the scale was settled found
         self._needs_update = False
         self.skipped_steps: Tensor | int = 0  # a tensor where fused optimizers skip by themselves
 
     def __getstate__(self) -> dict[str, Any]:
         # Gradients and their optimizers are of this process.
-        return {**super().__getstate__(), "optimizers": None, "_passes": []}
+        return {**super().__getstate__(), "_states": None, "_passes": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "optimizers": WeakKeyDictionary()})
+        super().__setstate__({**state, "_states": WeakKeyDictionary()})
 
     # Forward and backward
 
@@ -128,9 +122,9 @@ class ApexGradScaler(GradScaler):
             yield
             return
         before = self._unscaled_gradients(optimizers)
-        for optimizer in optimizers:
-            self._forget_dropped_overflow(optimizer, before)
         if unscale:
+            for optimizer in optimizers:
+                self.state_of(optimizer).look_again([before[p] for p in params_of(optimizer) if p in before])
             # Taken away, so that the pass makes gradients of its own, whose overflow alone moves the scale, as in apex.
             # Of views into DDP's buckets copies are kept.
             for param in before:
@@ -139,8 +133,8 @@ class ApexGradScaler(GradScaler):
             yield from self._run_unscaled(optimizers, before)
         else:
             self._scale_again(before.values())
-            for state in map(self.state_of, optimizers):
-                state.stage, state.scaled_by = "scaled", self
+            for optimizer in optimizers:
+                self.state_of(optimizer).scaled(self)
             yield
 
     def _run_unscaled(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
@@ -156,31 +150,22 @@ class ApexGradScaler(GradScaler):
         found = self._unscale(made)
         _add(before)
         for optimizer in optimizers:
-            state = self.state_of(optimizer)
-            state.stage, state.scaled_by = "unscaled", None
             # An overflow is one of all optimizers that the pass made gradients for, as in apex.
-            if found is not None and optimizer in made:
-                state.found_inf = found if state.found_inf is None else torch.maximum(state.found_inf, found)  # type: ignore[arg-type]
+            self.state_of(optimizer).add_unscaled_pass(found if optimizer in made else None)
 
     def _unscaled_gradients(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
         """Return the gradients of earlier passes that are unscaled already, by parameter."""
-        if all(self.state_of(optimizer).stage == "scaled" for optimizer in optimizers):
+        if all(map(self._is_scaled, optimizers)):
             return {}
         scaled = self._scaled_parameters(optimizers)
         return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
 
     def _scaled_parameters(self, optimizers: Sequence[Optimizer]) -> set[Tensor]:
         """Return the parameters whose gradients wait to be unscaled; one that two optimizers share if one waits."""
-        return {p for o in optimizers if self.state_of(o).stage == "scaled" for p in params_of(o)}
+        return {p for o in optimizers if self._is_scaled(o) for p in params_of(o)}
 
-    def _forget_dropped_overflow(self, optimizer: Optimizer, before: dict[Tensor, Tensor]) -> None:
-        """Forget an overflow whose gradients are gone, because they were set to None or to zero."""
-        state = self.state_of(optimizer)
-        grads = [before[param] for param in params_of(optimizer) if param in before]
-        # Nobody looked, or the host knows that all was finite: then none can be gone, and to look at gradients takes as
-        # long as to unscale them.
-        may_be_gone = grads and state.found_inf is not None and state.found_inf is not False
-        state.found_inf = has_non_finite(grads) if may_be_gone else None
+    def _is_scaled(self, optimizer: Optimizer) -> bool:
+        return self.state_of(optimizer).stage is GradientStage.SCALED
 
     def _scale_again(self, grads: Iterable[Tensor]) -> None:
         with torch.no_grad():
@@ -208,7 +193,7 @@ class ApexGradScaler(GradScaler):
         # In float64, which MPS does not have, because a float32 division may round.
         scale = self._scale_on(grads[0].device)
         inverse = (scale if scale.device.type == "mps" else scale.double()).reciprocal().float()
-        found = _check_and_multiply(grads, inverse)
+        found = multiply_and_check(grads, inverse)
         self._passes.append(found)
         return found
 
@@ -216,23 +201,35 @@ class ApexGradScaler(GradScaler):
         """Divide an optimizer's gradients by the scale, and look for an overflow.
 
         Raises:
-            RuntimeError: If they are unscaled already.
+            RuntimeError: If they are unscaled already, or a step has used them and no ``update`` came since.
         """
         if not self._enabled:
             return
         state = self.state_of(optimizer)
-        if state.stage == "unscaled":
-            raise RuntimeError("unscale_: expected scaled gradients, got some that are unscaled already. Call it once.")
-        state.by_hand = state.stage != "scaled"
-        # Overwritten: what overflowed before is inf or NaN still, and found again.
-        state.found_inf = self._unscale([optimizer])
-        state.stage, state.scaled_by = "unscaled", None
+        self._refuse_used("unscale_", state)
+        if state.stage is GradientStage.UNSCALED:
+            raise RuntimeError(
+                "unscale_: expected scaled gradients, got some that are unscaled already. Call it once between two "
+                "calls of update()."
+            )
+        state.unscaled(self._unscale([optimizer]))
+
+    def _refuse_used(self, call: str, state: GradientState) -> None:
+        if state.stage is GradientStage.STEPPED:
+            raise RuntimeError(
+                f"{call}: expected the gradients of a new backward pass, got those that step() was called with. Call "
+                "update() after step()."
+            )
 
     # The step
 
-    def state_of(self, optimizer: Optimizer) -> OptimizerState:
+    def state_of(self, optimizer: Optimizer) -> GradientState:
         """Return what is known of an optimizer's gradients."""
-        return self.optimizers.setdefault(optimizer, OptimizerState())
+        return self._states.setdefault(optimizer, GradientState())
+
+    def share_states(self, other: ApexGradScaler) -> None:
+        """Know of gradients what another scaler knows, because a step uses the gradients of both their losses."""
+        self._states = other._states
 
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Unscale an optimizer's gradients if they are scaled, and look at those that no pass has looked at.
@@ -240,14 +237,13 @@ class ApexGradScaler(GradScaler):
         These are what a step has used already, which a second one would use again, or what the program has written.
         """
         state = self.state_of(optimizer)
-        if not self._enabled or state.stage == "unscaled":
+        if not self._enabled or state.stage is GradientStage.UNSCALED:
             return
-        if state.stage == "scaled":
+        if state.stage is GradientStage.SCALED:
             self.unscale_(optimizer)
             return
         grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
-        state.found_inf = has_non_finite(grads) if self.dynamic and grads else None
-        state.stage = "unscaled"
+        state.unscaled(has_non_finite(grads) if self.dynamic and grads else None)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step, or skip on overflow.
@@ -261,14 +257,18 @@ class ApexGradScaler(GradScaler):
 
         Returns:
             What ``optimizer.step`` returned, ``None`` for a skipped step.
+
+        Raises:
+            RuntimeError: If a step has used the gradients already and no ``update`` came since.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         state = self.state_of(optimizer)
-        if state.stage != "unscaled":
+        self._refuse_used("step", state)
+        if state.stage is not GradientStage.UNSCALED:
             self.unscale_(optimizer)
-        state.stage = "stepped"
-        found = state.found_inf
+        state.stepped()
+        found = state.overflow
         if found is None:
             return optimizer.step(*args, **kwargs)
         if _skips_by_itself(optimizer):
@@ -278,35 +278,36 @@ class ApexGradScaler(GradScaler):
                 return optimizer.step(*args, **kwargs)
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
-        state.found_inf = skips = bool(found)  # the one value that comes to the host
+        skips = state.is_overflow()  # the one value that comes to the host
         self.skipped_steps = self.skipped_steps + skips
         return None if skips else optimizer.step(*args, **kwargs)
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer's last step was skipped; waits for the device if it skips by itself."""
-        state = self.optimizers.get(optimizer)
-        if state is None or state.stage != "stepped":
-            return False
-        state.found_inf = bool(state.found_inf)
-        return state.found_inf
+        state = self._states.get(optimizer)
+        return state is not None and state.was_skipped()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Halve the scale after an overflow, count and perhaps double it otherwise.
-
-        Without effect if nothing was unscaled since the last call.
+        """Settle the scale, and begin anew with gradients that count as scaled, as torch's does.
 
         Args:
             new_scale: The scale to take instead.
         """
-        for state in self.optimizers.values():
-            if state.by_hand and state.stage == "unscaled":
-                state.stage, state.found_inf = "ready", None
-            state.by_hand = False
-        if new_scale is not None:
-            super().update(new_scale)
-            # What was found until now is of the old scale.
-            self._passes, self._needs_update = [], False
+        for state in self._states.values():
+            state.updated()
+        if new_scale is None:
+            self.settle()
             return
+        super().update(new_scale)
+        # What was found until now is of the old scale.
+        self._passes = []
+        self._needs_update = False
+
+    def settle(self) -> None:
+        """Halve the scale after an overflow, count and perhaps double it otherwise.
+
+        Without effect if nothing was unscaled since it was settled last.
+        """
         if not self._needs_update:
             return
         self._needs_update = False
@@ -328,7 +329,7 @@ class ApexGradScaler(GradScaler):
 
     @property
     def overflowed(self) -> bool:
-        """Whether a pass since the last ``update`` overflowed; waits for the device."""
+        """Whether a pass since the scale was settled overflowed; waits for the device."""
         return any(bool(found) for found in self._passes)
 
     # State
@@ -361,46 +362,6 @@ class ApexGradScaler(GradScaler):
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(scale)
             self._growth_tracker.fill_(self._init_growth_tracker)
-
-
-def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield all parameters that an optimizer updates."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-@torch.no_grad()
-def has_non_finite(grads: Sequence[Tensor]) -> Tensor:
-    """Return 1.0 on the device if any gradient has an inf or NaN, else 0.0.
-
-    Args:
-        grads: One or more, of any dtype and layout, which stay as they are.
-    """
-    return _check_and_multiply(grads, torch.ones((), device=grads[0].device))
-
-
-def _check_and_multiply(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
-    """Multiply gradients in place; returns 1.0 on the factor's device if any was inf or NaN, else 0.0."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for numbers in map(numbers_of, grads):
-        alike.setdefault((numbers.device, numbers.dtype), []).append(numbers)
-    found = torch.zeros_like(factor)
-    for (device, dtype), numbers in alike.items():
-        # CUDA's kernel does not take bfloat16, and in older torch that of MPS sets half gradients to 0.
-        wide = [each.float() for each in numbers] if dtype in HALF_DTYPES else numbers
-        here = found if device == found.device else torch.zeros_like(found, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(wide, here, factor.to(device))
-        if wide is not numbers:
-            torch._foreach_copy_(numbers, wide)
-        if here is not found:
-            found = torch.maximum(found, here.to(found.device))
-    return found
-
-
-def numbers_of(tensor: Tensor) -> Tensor:
-    """Return a view of what a dense or sparse COO tensor holds: real numbers in a dense tensor."""
-    values = tensor._values() if tensor.is_sparse else tensor
-    return torch.view_as_real(values) if values.is_complex() else values
 
 
 @torch.no_grad()

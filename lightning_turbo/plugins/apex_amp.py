@@ -22,7 +22,8 @@ from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback, warn
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.casts import LevelCasts
 from lightning_turbo.amp.convert import find_scaler_state
-from lightning_turbo.amp.grad_scaler import ApexGradScaler, params_of
+from lightning_turbo.amp.grad_scaler import ApexGradScaler
+from lightning_turbo.amp.gradients import GradientStage, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.errors import AmpUsageError
@@ -180,7 +181,7 @@ class ApexAMP(Precision):
                 "loss_scale=128.0."
             )
         self._casts.attach(optimizer, [module])
-        self.scaler.optimizers.pop(optimizer, None)
+        self.scaler.state_of(optimizer).dropped()
 
     def teardown(self) -> None:
         """Give module and optimizers back as they were."""
@@ -261,15 +262,16 @@ class ApexAMP(Precision):
         result = closure()
         # In automatic optimization a step without "scaled" gradients has had no loss, as training_step may return None;
         # for the last batch of a window too, whose others left gradients.
-        has_gradients = not model.automatic_optimization or scaler.state_of(optimizer).stage == "scaled"
+        state = scaler.state_of(optimizer)
+        has_gradients = not model.automatic_optimization or state.stage is GradientStage.SCALED
         if has_gradients:
             scaler.prepare_step(optimizer)
         self._after_closure(model, optimizer)  # Lightning's: hooks, then clipping
         if not has_gradients:
-            scaler.optimizers.pop(optimizer)  # nothing was skipped
+            state.dropped()  # so that no schedule waits
             return result
         output = scaler.step(optimizer, closure=_once(result, optimizer), **kwargs)
-        scaler.update()
+        scaler.settle()
         self._casts.clear_cache()
         self._guard.after_step(scaler, optimizer, model)
         return result if output is None else output

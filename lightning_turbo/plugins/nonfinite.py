@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_turbo._lightning import rank_zero_warn
 from lightning_turbo._pytree import tensors_in
-from lightning_turbo.amp.grad_scaler import ApexGradScaler, has_non_finite, numbers_of, params_of
+from lightning_turbo.amp.grad_scaler import ApexGradScaler
+from lightning_turbo.amp.gradients import has_non_finite, numbers_of, params_of
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = ["NonFiniteError", "NonFiniteGuard"]
@@ -72,7 +73,7 @@ class NonFiniteGuard:
 
     def _found_in_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
         """Return on the device whether the last step had non-finite gradients."""
-        found = self._found if self._found is not None else scaler.state_of(optimizer).found_inf
+        found = self._found if self._found is not None else scaler.state_of(optimizer).overflow
         return torch.as_tensor(0.0 if found is None else found)
 
     def _tell(self, skipped: bool, module: Any) -> None:

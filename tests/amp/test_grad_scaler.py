@@ -1,4 +1,4 @@
-"""What lies between a loss and the weights: the backward pass, the unscaling, the step."""
+"""What lies between a loss and the weights: the backward pass, the unscaling, an overflow, the step."""
 
 import pickle
 
@@ -22,7 +22,7 @@ def arrive(scaler, optimizer, *gradients):
 
 
 def skips(scaler, optimizer):
-    return bool(scaler.state_of(optimizer).found_inf)
+    return scaler.state_of(optimizer).is_overflow()
 
 
 def by_autocast(first, second):
@@ -182,6 +182,42 @@ def test_a_loop_for_torchs_scaler_may_unscale_and_not_step(unscales):
     assert weights == [-2.0, -2.0]
 
 
+@pytest.mark.parametrize("optimizer", [
+    torch.optim.SGD, lambda weights, lr: torch.optim.AdamW(weights, lr=lr, fused=True),
+], ids=["plain", "fused"])  # fmt: skip
+@pytest.mark.parametrize("scale", ["dynamic", 8.0])
+@pytest.mark.parametrize("calls", [
+    "step step", "step unscale_", "unscale_ unscale_", "unscale_ step unscale_", "unscale_ step step",
+    "step update step", "step update unscale_ step", "unscale_ update unscale_ step", "unscale_ step update unscale_",
+])  # fmt: skip
+def test_calls_out_of_order_are_refused_where_torchs_scaler_refuses_them(calls, scale, optimizer):
+    ends = []
+    for scaler in (ApexGradScaler(scale), torch.amp.GradScaler("cpu", 8.0 if scale == 8.0 else 2.0**16)):
+        weight = Parameter(torch.zeros(1))
+        steps, refused = optimizer([weight], lr=1.0), None
+        scaler.scale(weight.sum() * 3).backward()
+        for name in calls.split():
+            try:
+                getattr(scaler, name)(*([] if name == "update" else [steps]))
+            except RuntimeError:
+                refused = name
+                break
+        ends.append((refused, weight.item(), weight.grad.item()))
+    assert ends[0] == ends[1]
+
+
+def test_a_pass_after_a_step_makes_new_gradients_without_an_update():
+    """As loops do that accumulate by ``backward``, and step on one batch twice."""
+    weight, scaler = Parameter(torch.zeros(1)), ApexGradScaler(8.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with scaler.backward([optimizer], unscale=False):
+            scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+    assert weight.item() == -2.0
+
+
 def test_a_scale_that_is_set_forgets_what_was_found_under_the_old_one():
     for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
         weight, scaler = Parameter(torch.zeros(1)), kind()
@@ -256,7 +292,7 @@ def test_the_scaler_is_pickled_without_the_run_that_it_is_in():
     scaler.update()
     other = pickle.loads(pickle.dumps(scaler))
     assert other.state_dict() == scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
-    assert (other.get_growth_interval(), other.min_scale, len(other.optimizers)) == (7, 2.0, 0)
+    assert (other.get_growth_interval(), other.min_scale, other.was_skipped(optimizer)) == (7, 2.0, False)
 
 
 @pytest.mark.parametrize(("name", "value"), [
