@@ -117,8 +117,9 @@ class _Session:
         scaler = self.scalers[loss_id]
         for state in map(scaler.state_of, optimizers):
             if state.owner not in (None, scaler):
+                waiting = [each is state.owner for each in self.scalers].index(True)
                 raise AmpUsageError(
-                    f"loss_id={loss_id!r}: expected loss_id={self.scalers.index(state.owner)!r}, whose scaled "
+                    f"loss_id={loss_id!r}: expected loss_id={waiting!r}, whose scaled "
                     "gradients are still accumulated. Step first, or use one loss_id per window."
                 )
         with scaler.backward(optimizers, unscale=not delay_unscale), self.casts.backward_context():

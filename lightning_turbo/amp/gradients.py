@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_turbo.amp.levels import HALF_DTYPES
-
-if TYPE_CHECKING:
-    from lightning_turbo.amp.grad_scaler import ApexGradScaler
 
 __all__ = ["GradientStage", "GradientState", "has_non_finite", "multiply_and_check", "numbers_of", "params_of"]
 
@@ -41,12 +38,12 @@ class GradientState:
 
     def __init__(self) -> None:
         self.stage = GradientStage.EMPTY
-        self.owner: ApexGradScaler | None = None
+        self.owner: GradScaler | None = None
         """By whose scale the gradients are multiplied, while they are scaled."""
         self.overflow: Tensor | bool | None = None
         """1.0 or 0.0 on their device, a bool once the host knows, ``None`` if nobody looked."""
 
-    def scaled(self, owner: ApexGradScaler) -> None:
+    def scaled(self, owner: GradScaler) -> None:
         """A pass made scaled gradients, and those of before are scaled too."""
         self._move(GradientStage.SCALED, overflow=None, owner=owner)  # inf and NaN are still there and found again
 
@@ -91,7 +88,7 @@ class GradientState:
         """Whether the last step was skipped, if there is no later pass; waits for the device."""
         return self.stage in (GradientStage.STEPPED, GradientStage.EMPTY) and self.is_overflow()
 
-    def _move(self, stage: GradientStage, overflow: Tensor | bool | None, owner: ApexGradScaler | None = None) -> None:
+    def _move(self, stage: GradientStage, overflow: Tensor | bool | None, owner: GradScaler | None = None) -> None:
         self.stage = stage
         self.overflow = overflow
         self.owner = owner
