@@ -288,7 +288,7 @@ class ApexGradScaler(GradScaler):
         return state is not None and state.was_skipped()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Settle the scale, and begin anew with gradients that count as scaled, as torch's does.
+        """Settle the scale, and begin again with gradients that count as scaled, as torch's does.
 
         Args:
             new_scale: The scale to take instead.
