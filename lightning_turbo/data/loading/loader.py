@@ -31,8 +31,10 @@ from lightning_turbo.data.loading.resume import (
     warn_of_gaps,
     wrong_kind,
 )
+from lightning_turbo.data.loading.source import stand_ins, standing_in
 from lightning_turbo.data.loading.spawned import check_workers_can_start
 from lightning_turbo.data.loading.threads import ThreadedDataset
+from lightning_turbo.data.loading.whole_batches import has_whole_batches
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
@@ -300,19 +302,17 @@ class PrefetchLoader(DataLoader[T]):
 
     def _make_source(self) -> Any:
         """Return torch's iterator over the batches, or that of the class behind this one."""
-        if self.threads == 1:
+        if self._kind is not _Kind.INDICES:
             source = cast(Any, super()).__iter__()
             return source if isinstance(source, _BaseDataLoaderIter) else self._taking_over(source)
-        # torch finds the dataset by this name, and lets nobody set it after __init__.
-        run, attributes = self._run, self.__dict__
-        dataset = self.dataset
-        # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
-        run.threaded = ThreadedDataset(dataset, self.threads) if run.threaded is None else copy.copy(run.threaded)
-        attributes["dataset"] = run.threaded
-        try:
+        run = self._run
+        if self.threads > 1:
+            # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
+            before = run.threaded
+            run.threaded = ThreadedDataset(self.dataset, self.threads) if before is None else copy.copy(before)
+        given = stand_ins(self, run.threaded)
+        with standing_in(self, given) if given else contextlib.nullcontext():
             return cast(Any, super()).__iter__()
-        finally:
-            attributes["dataset"] = dataset
 
     def _make_iterator(self, source: Any, position: Position, **settings: Any) -> PrefetchIterator:
         run, threaded = self._run, self._run.threaded
@@ -363,6 +363,8 @@ class PrefetchLoader(DataLoader[T]):
             return f"{type(self).__name__} does not load by torch's own iterator"
         if not self._auto_collation:
             return "batch_size=None makes no batches, whose samples could be shared out among threads"
+        if has_whole_batches(self):
+            return f"the batches of a {type(self.dataset).__name__} are made by one index, without its samples"
         if loads_batches(self.dataset):
             return f"{type(self.dataset).__name__} loads a batch in one call, by its __getitems__"
         return ""

@@ -1,0 +1,196 @@
+"""``WholeBatches``: batches of arrays in memory, made by one index each, as torch makes them of single samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import StackDataset, Subset, TensorDataset, default_collate
+
+from lightning_turbo.data.packed.packed_dataset import PackedDataset
+
+__all__ = ["WholeBatches", "as_it_is", "has_whole_batches"]
+
+# What default_collate makes of samples can be changed by who adds to its table of functions.
+_COLLATED_BY = default_collate.__globals__.get("default_collate_fn_map", {})
+_INTEGERS = {int, np.int64}
+
+
+class _OneByOneError(Exception):
+    """Indices that are not those of rows counted from the first one: torch's own way knows what they mean."""
+
+
+class WholeBatches:
+    """Stands for a dataset of arrays while torch's iterator loads: it is asked for a batch, and returns it collated.
+
+    torch keeps its samplers: which indices make a batch, and what random numbers are drawn for them, is theirs. All
+    attributes are the dataset's own, to read and to set, as a ``worker_init_fn`` does in a worker process.
+
+    Args:
+        dataset: That of a loader for which ``has_whole_batches`` holds.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        vars(self)["_dataset"] = dataset  # other attributes that are set belong to the dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        """Return the batch of the samples at ``indices``."""
+        try:
+            return _read(self._dataset, indices)
+        except _OneByOneError:
+            load = getattr(self._dataset, "__getitems__", None)
+            return default_collate(load(indices) if load else [self._dataset[index] for index in indices])
+
+    def __getattr__(self, name: str) -> Any:
+        # Not what Python and pickle ask of this object itself, which may be without attributes still.
+        if name.startswith("__") or "_dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return what ``WholeBatches`` has collated already."""
+    return batch
+
+
+def has_whole_batches(loader: Any) -> bool:
+    """Whether the batches of a loader can be had by one index each.
+
+    That is so under default collation for a ``TensorDataset``, a ``PackedDataset`` without ``sample_transform``, a
+    tensor, an array of NumPy, a ``StackDataset`` of these, and a ``Subset`` of any of them. A class that inherits from
+    one of these may load something else, and is not one of them.
+    """
+    collates = loader.collate_fn is default_collate and loader._auto_collation
+    return collates and _is_known(loader.dataset) and _is_torchs_own()
+
+
+def _is_torchs_own() -> bool:
+    """Whether ``default_collate`` does to arrays what torch has it do."""
+    own = [getattr(each, "__module__", "") == default_collate.__module__ for each in _COLLATED_BY.values()]
+    return bool(own) and all(own)
+
+
+def _is_known(dataset: Any, beside: bool = False) -> bool:
+    """Whether a dataset is one of those, also ``beside`` others, of which one may have to be loaded one by one."""
+    know = _KNOW.get(type(dataset))
+    own = "__getitems__" in getattr(dataset, "__dict__", {})  # of this object alone
+    return know is not None and not own and know(dataset, beside)
+
+
+def _know_subset(dataset: Subset[Any], beside: bool) -> bool:
+    return _is_known(dataset.dataset, beside)
+
+
+def _know_stack(dataset: Any, beside: bool) -> bool:
+    parts = dataset.datasets
+    values = parts.values() if isinstance(parts, dict) else parts
+    return type(parts) in (dict, tuple) and all(_is_known(part, beside=True) for part in values)
+
+
+def _know_tensors(dataset: TensorDataset, beside: bool) -> bool:
+    return all(map(_know_tensor, dataset.tensors))
+
+
+def _know_packed(dataset: PackedDataset, beside: bool) -> bool:
+    if dataset.sample_transform is not None or (beside and dataset.transform is not None):
+        return False
+    return all(isinstance(each, np.ndarray) for each in dataset.arrays.values())  # not rows that differ in shape
+
+
+def _know_array(array: np.ndarray, beside: bool = False) -> bool:
+    # Of what torch does not take, the error is that of a plain loader.
+    takes = array.dtype.kind in "biufc" and array.dtype.isnative and array.dtype.itemsize <= 16
+    return takes and array.ndim > 0 and not (array.ndim == 1 and array.dtype == np.uint64)
+
+
+def _know_tensor(tensor: Any, beside: bool = False) -> bool:
+    """Whether rows of a tensor that are collated one by one are what one index gives."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    other = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.dim() > 0 and not other
+
+
+def _read(dataset: Any, indices: Sequence[Any]) -> Any:
+    """Return a batch as ``default_collate`` gives it: tuples of samples become lists, dictionaries stay."""
+    return _READ[type(dataset)](dataset, indices)
+
+
+def _read_subset(dataset: Subset[Any], indices: Sequence[Any]) -> Any:
+    places: Any = dataset.indices
+    if set(map(type, indices)) <= _INTEGERS and isinstance(places, (np.ndarray, Tensor)):
+        return _read(dataset.dataset, places[list(indices)].tolist())
+    return _read(dataset.dataset, [places[index] for index in indices])
+
+
+def _read_stack(dataset: Any, indices: Sequence[Any]) -> Any:
+    parts = dataset.datasets
+    if isinstance(parts, dict):
+        return {name: _read(part, indices) for name, part in parts.items()}
+    return [_read(part, indices) for part in parts]
+
+
+def _read_tensors(dataset: TensorDataset, indices: Sequence[Any]) -> list[Tensor]:
+    index = torch.tensor(_check(indices, len(dataset)), device="cpu")
+    return [tensor.index_select(0, index) for tensor in dataset.tensors]
+
+
+def _read_tensor(tensor: Tensor, indices: Sequence[Any]) -> Tensor:
+    return tensor.index_select(0, torch.tensor(_check(indices, len(tensor)), device="cpu"))
+
+
+def _read_array(array: np.ndarray, indices: Sequence[Any]) -> Tensor:
+    return torch.from_numpy(np.take(array, _check(indices, len(array)), axis=0))
+
+
+def _read_packed(dataset: PackedDataset, indices: Sequence[Any]) -> Any:
+    count = len(_check(indices, len(dataset)))
+    if dataset.transform is None:
+        return _collated(dataset.batch(indices), count, copy=False)
+    # Once, as a transform may draw random numbers; what it returns may be no tensors, or part of what it keeps.
+    samples = dataset.__getitems__(indices)
+    try:
+        return _collated(PackedDataset.collate(samples), count, copy=True)
+    except _OneByOneError:
+        return default_collate(samples)
+
+
+_KNOW: dict[type, Any] = {
+    Subset: _know_subset, StackDataset: _know_stack, TensorDataset: _know_tensors, PackedDataset: _know_packed,
+    Tensor: _know_tensor, np.ndarray: _know_array, np.memmap: _know_array,
+}  # fmt: skip
+_READ: dict[type, Any] = {
+    Subset: _read_subset, StackDataset: _read_stack, TensorDataset: _read_tensors, PackedDataset: _read_packed,
+    Tensor: _read_tensor, np.ndarray: _read_array, np.memmap: _read_array,
+}  # fmt: skip
+
+
+def _check(indices: Sequence[Any], length: int) -> Sequence[Any]:
+    """Return ``indices`` if they are integers of rows, and at least one."""
+    if set(map(type, indices)) <= _INTEGERS and indices and min(indices) >= 0 and max(indices) < length:
+        return indices
+    raise _OneByOneError
+
+
+def _collated(batch: Any, count: int, copy: bool) -> Any:
+    """Return a batch of a ``PackedDataset`` as ``default_collate`` gives it of the samples."""
+    if isinstance(batch, Mapping):
+        return {name: _collated(part, count, copy) for name, part in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        parts = [_collated(part, count, copy) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else parts
+    if type(batch) is Tensor and len(batch) == count and _know_tensor(batch):
+        return batch.clone(memory_format=torch.contiguous_format) if copy else batch
+    raise _OneByOneError
