@@ -24,7 +24,7 @@ from examples.demo.data import load_mni
 from examples.demo.model import DemoNet
 from examples.demo.volumes import CompressedVolumes, write_volumes
 from lightning_turbo import ApexAMP, PackedDataset
-from lightning_turbo.data import cache_transforms
+from lightning_turbo.data import cache_transforms, stamp_files
 from lightning_turbo.measure import describe_machine, markdown_table
 
 AUC = 0.985  # on validation, the same for all rows
@@ -79,7 +79,10 @@ def loaders(row: str, volumes: Path, seed: int) -> tuple[DataLoader[Any], DataLo
     parts: list[Any] = [CompressedVolumes(volumes / name) for name in ("train", "val")]
     if row == "best":
         caches = volumes / "caches"
-        parts = [PackedDataset(cache_transforms(part, caches, num_workers=2)) for part in parts]
+        parts = [
+            PackedDataset(cache_transforms(part, caches, key=stamp_files(volumes / name), num_workers=2))
+            for name, part in zip(("train", "val"), parts, strict=True)
+        ]
         options |= {"collate_fn": PackedDataset.collate}
     # A generator of the sampler's own: from the global one, worker processes would draw in between.
     order = RandomSampler(parts[0], generator=torch.Generator().manual_seed(seed))

@@ -9,7 +9,7 @@ from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.data.loading.tune_workers import tune_workers
 from lightning_turbo.data.normalize import Normalize
 from lightning_turbo.data.orders.seeded_sampler import SeededSampler
-from lightning_turbo.data.packed.cache import cache_transforms
+from lightning_turbo.data.packed.cache import cache_transforms, stamp_files
 from lightning_turbo.data.packed.pack_files import pack_folder
 from lightning_turbo.data.packed.packed_dataset import PackedDataset
 from lightning_turbo.data.packed.packing import pack
@@ -31,5 +31,6 @@ __all__ = [
     "pack_folder",
     "seed_sample",
     "seed_samples",
+    "stamp_files",
     "tune_workers",
 ]

@@ -81,7 +81,7 @@ if __name__ == "__main__":
     assert len(list(PrefetchLoader(Rows(), 4))) == 4
     pack(Rows(), "packed", num_workers=1)
     assert PackedDataset("packed")[3][1] == 1
-    cache_transforms(Rows(), "cached")
+    cache_transforms(Rows(), "cached", key="rows")
     print("all of it ran")
 """
 TUNE = """

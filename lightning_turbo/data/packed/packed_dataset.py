@@ -15,9 +15,10 @@ from torch.utils.data import Dataset, default_collate
 from lightning_turbo._checks import check_functions, expect
 from lightning_turbo.data.packed.packing import CONTENTS
 from lightning_turbo.data.packed.rows import Rows, open_rows, read_row
+from lightning_turbo.data.packed.structure import WholeBatch, build, from_json, names_in, split_batch
 from lightning_turbo.data.sample_seeds import seed_sample
 
-__all__ = ["PackedDataset", "WholeBatch", "build", "names_in", "open_fields", "split_batch"]
+__all__ = ["PackedDataset", "open_fields"]
 
 
 class PackedDataset(Dataset[Any]):
@@ -92,12 +93,11 @@ class PackedDataset(Dataset[Any]):
         if not self._alike:
             return [self._finish(index, self._read(index)) for index in indices]
         batch = self.batch(indices)
-        samples = WholeBatch(split_batch(batch))
         if self.sample_transform is not None:
+            samples = split_batch(batch, len(indices))
             return [self._finish(index, sample) for index, sample in zip(indices, samples, strict=True)]
-        # For ``collate``, which returns it as it is instead of copying every row a second time.
-        samples.batch = batch
-        return samples
+        # For ``collate``, which returns the batch as it is instead of copying every row a second time.
+        return WholeBatch.split(batch, len(indices))
 
     def _finish(self, index: int, sample: Any) -> Any:
         seed_sample(index)
@@ -127,8 +127,8 @@ class PackedDataset(Dataset[Any]):
 
     @staticmethod
     def collate(samples: list[Any]) -> Any:
-        """Return the batch from which ``__getitems__`` made the samples; collate other samples as by default."""
-        batch = getattr(samples, "batch", None)
+        """Return the batch that ``__getitems__`` split into samples; collate others and changed ones as by default."""
+        batch = WholeBatch.of(samples)
         return default_collate(samples) if batch is None else batch
 
     @property
@@ -142,55 +142,29 @@ class PackedDataset(Dataset[Any]):
         return {**vars(self), "_arrays": None}  # each process maps the files itself
 
 
+FIRST = "Pack first: lightning-turbo pack FOLDER OUT, or pack(dataset, OUT)."
 UNLIKE = "the rows differ in shape, are compressed, or hold strings"
-
-
-class WholeBatch(list[Any]):
-    """The samples of a batch together with the batch, which a list derived from it does not have."""
-
-    batch: Any = None
-
-
-def split_batch(batch: Any) -> Iterable[Any]:
-    """Split a batch into samples of the same structure."""
-    if isinstance(batch, Mapping):
-        return (dict(zip(batch, row, strict=True)) for row in split_batch(tuple(batch.values())))
-    if isinstance(batch, (list, tuple)):
-        return map(getattr(batch, "_make", type(batch)), zip(*map(split_batch, batch), strict=True))
-    return batch
 
 
 def _native(array: np.ndarray) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def build(template: Any, parts: Mapping[str, Any]) -> Any:
-    """Return a structure of names with the part of each name in its place."""
-    if isinstance(template, Mapping):
-        return {key: build(part, parts) for key, part in template.items()}
-    if isinstance(template, (list, tuple)):
-        return tuple(build(part, parts) for part in template)
-    return parts[template]
-
-
-def names_in(template: Any) -> list[str]:
-    """Return the names in a structure, in order."""
-    if isinstance(template, str):
-        return [template]
-    return [
-        name for part in (template.values() if isinstance(template, Mapping) else template) for name in names_in(part)
-    ]
-
-
 def open_fields(source: Any, keys: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """Return the description of a source, the structure of a sample, and the arrays that it names."""
     contents, found = _open_source(source)
-    template = contents.get("arrays", list(found)) if keys is None else keys
-    if isinstance(template, Sequence) and len(template) == 1 and isinstance(template[0], str):
-        template = template[0]
+    if keys is None and "arrays" in contents:
+        template = from_json(contents["arrays"])
+    else:
+        # One array alone is the sample; a sample of one part is what was packed so.
+        chosen = list(found) if keys is None else keys
+        template = dict(chosen) if isinstance(chosen, Mapping) else tuple(chosen)
+        if isinstance(template, tuple) and len(template) == 1:
+            template = template[0]
     names = names_in(template)
     if missing := [name for name in names if name not in found]:
         raise KeyError(f"keys: expected some of {list(found)}, got {missing}.")
+    expect(names, "keys", keys, f"at least one of {list(found)}")
     arrays = {name: _open_array(name, found[name]) for name in names}
     lengths = {name: len(array) for name, array in arrays.items()}
     expect(len(set(lengths.values())) == 1, "source", lengths, "arrays of equal length; choose some with keys=")
@@ -206,13 +180,17 @@ def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
     paths = isinstance(source, (str, os.PathLike))
     expect(paths, "source", source, "a folder, an .npz or .npy file, an array, or a mapping of them", TypeError)
     path = Path(source)
-    if path.suffix == ".npz":
-        return {}, np.load(path)
-    if not path.is_dir():
-        return {}, {path.stem: path}
+    if path.is_file():
+        arrays = path.suffix in (".npy", ".npz")
+        expect(arrays, "source", str(path), f"a folder written by pack, or an .npz or .npy file; {FIRST}")
+        return {}, np.load(path) if path.suffix == ".npz" else {path.stem: path}
     if not (path / CONTENTS).is_file():
+        there = f"a folder without {CONTENTS}" if path.is_dir() else "which does not exist"
+        unfinished, begun = path.with_name(f"{path.name}.partial"), ""
+        if unfinished.is_dir():
+            begun = f" Packing it was begun, and is not finished: {str(unfinished)!r}. The same call goes on there."
         raise FileNotFoundError(
-            f"Expected a folder with {CONTENTS}, got {str(path)!r}. Create one with: lightning-turbo pack FOLDER OUT"
+            f"source: expected a packed folder, or an .npz or .npy file, got {str(path)!r}, {there}.{begun} {FIRST}"
         )
     return json.loads((path / CONTENTS).read_text()), {file.stem: file for file in path.glob("*.npy")}
 

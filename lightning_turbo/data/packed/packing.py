@@ -23,9 +23,10 @@ from lightning_turbo._checks import check_count, check_functions, check_switches
 from lightning_turbo._optional import require
 from lightning_turbo.data.loading.spawned import check_workers_can_start
 from lightning_turbo.data.packed.rows import Encoded, RowWriter, encode_row
+from lightning_turbo.data.packed.structure import to_json
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["CONTENTS", "Packing", "Progress", "digest_of", "pack", "stamp_of"]
+__all__ = ["CONTENTS", "Packing", "Progress", "digest_of", "digest_of_sample", "pack", "stamp_of"]
 
 CONTENTS, JOURNAL = "packed.json", "journal"
 PLACES = 10_000  # of foreground, kept for each class of a sample
@@ -47,10 +48,11 @@ def pack(
     """Pack the samples of any dataset, of one shape or of many, for ``PackedDataset`` and ``PatchDataset``.
 
     A sample is a tensor, an array, a number, a string, or dictionaries, lists and tuples of these, each sample with
-    the same structure. Its parts become fields: the names of a dictionary, ``0``, ``1``, ... of a tuple, joined by
-    dots where one lies in another; ``data`` if a sample has no parts. ``PackedDataset`` returns the structure again,
-    with tensors and strings in it. Random transforms belong behind it, as its ``sample_transform``. The affine of
-    MONAI's tensors becomes the field ``<name>.affine``, which is read if ``keys`` names it.
+    the same structure. Its parts become fields: the keys of a dictionary, ``0``, ``1``, ... of a list or tuple, joined
+    by dots where one lies in another; ``data`` if a sample has no parts. ``PackedDataset`` returns the structure again:
+    lists, tuples and dictionaries with their keys, and tensors and strings in them. Random transforms belong behind it,
+    as its ``sample_transform``. The affine of MONAI's tensors becomes the field ``<name>.affine``, which is read if
+    ``keys`` names it.
 
     The folder ``out`` appears when everything is in it. What is written before stands in ``<out>.partial``; if packing
     is interrupted, the next call goes on there, if the dataset has as many samples and the first one is the same.
@@ -68,8 +70,8 @@ def pack(
         progress: Called with the number of finished samples and of all samples.
 
     Returns:
-        The contents of ``packed.json``: ``arrays`` (names in the structure of a sample), ``samples``, ``skipped`` (a
-        number), ``classes`` (those of the dataset, if it has any) and ``foreground``.
+        The contents of ``packed.json``: ``arrays`` (names in the structure of a sample, as JSON keeps it), ``samples``,
+        ``skipped`` (a number), ``classes`` (those of the dataset, if it has any) and ``foreground``.
 
     Raises:
         FileExistsError: If ``out`` exists and ``overwrite`` is not set, or it holds something else.
@@ -77,7 +79,7 @@ def pack(
         MissingExtraError: If blosc2 is missing for ``compress``.
         OSError: If there is no room. What is written stays, and the next call goes on.
         TypeError: If a sample holds something else, or an argument has a wrong type.
-        ValueError: If the dataset is empty, or samples differ in structure.
+        ValueError: If the dataset is empty, samples differ in structure, or two parts of one have the same name.
 
     Example:
         >>> import tempfile
@@ -152,12 +154,20 @@ class Packing:
                 self._check_target()
                 return json.loads((self.target / CONTENTS).read_text())
             with contextlib.closing(RowWriter(folder, journal)) as writer:
+                mended = any(not isinstance(encoder[index], str) for index in writer.broken)
+            if mended:  # the place of a sample that an earlier call could not load is taken
+                _begin_journal(folder, journal, key)
+            with contextlib.closing(RowWriter(folder, journal)) as writer:
                 self._append_all(writer, encoder)
-            self._report(writer)
+                self._report(writer)
+                if writer.count:
+                    writer.finish()
             arrays = encoder.template
             if beside:
-                arrays = [name for name in arrays if name not in beside]
-            contents = {"arrays": arrays, **contents, "samples": writer.count, "skipped": len(writer.broken)}
+                arrays = tuple(name for name in arrays if name not in beside)
+                # One field alone is the sample.
+                arrays = arrays[0] if len(arrays) == 1 else arrays
+            contents = {"arrays": to_json(arrays), **contents, "samples": writer.count, "skipped": len(writer.broken)}
             (folder / CONTENTS).write_text(json.dumps(contents, indent=1))
             # Without its journal the folder holds what a packed dataset holds. After a kill before the rename, the next
             # call begins again from the first sample.
@@ -190,19 +200,27 @@ class Packing:
                 ) from error
             if self.progress is not None:
                 self.progress(writer.done, total)
-        if writer.count:
-            writer.finish()
 
     def _report(self, writer: RowWriter) -> None:
         """Write the list of what was left out beside the folder, or raise an error that names all of it."""
-        if self.skip_broken and writer.count and writer.broken:
-            lines = "".join(f"{line}\n" for line in writer.broken)
+        lines = "".join(f"{line}\n" for line in writer.broken.values())
+        if self.skip_broken and writer.count and lines:
             self.target.with_name(f"{self.target.name}.broken.txt").write_text(lines)
-        elif writer.broken:
-            raise ValueError(
-                f"{len(writer.broken)} of {writer.done} samples cannot be packed:\n" + "\n".join(writer.broken) + "\n"
-                "Repair or remove them, or skip them with skip_broken=True (--skip-broken)."
+        elif lines:
+            kept = f" The others stay in {str(writer.folder)!r}, where that call goes on." if writer.count else ""
+            raise _BrokenSamplesError(
+                f"{len(writer.broken)} of {writer.done} samples cannot be packed:\n{lines}"
+                f"Repair or remove them, or skip them with skip_broken=True (--skip-broken).{kept}",
+                keep=writer.count > 0,
             )
+
+
+class _BrokenSamplesError(ValueError):
+    """Some samples cannot be packed; ``keep`` says whether the others stay for a call that skips these."""
+
+    def __init__(self, message: str, *, keep: bool) -> None:
+        super().__init__(message)
+        self.keep = keep
 
 
 class _Encoder(Dataset[Any]):
@@ -222,8 +240,9 @@ class _Encoder(Dataset[Any]):
         try:
             fields: dict[str, Any] = {}
             template = _flatten(self.dataset[index], "", fields)
+            expect(fields, "sample", template, "at least one part")
             if self.foreground is not None:
-                fields |= _find_foreground(self.foreground, fields)
+                _add_fields(fields, _find_foreground(self.foreground, fields))
             return template, {name: encode_row(value, self.compress) for name, value in fields.items()}
         except Exception as error:  # Pillow, nibabel and datasets raise many kinds of errors
             if not self.catch:
@@ -235,15 +254,24 @@ class _Encoder(Dataset[Any]):
         good = (sample for sample in map(self.__getitem__, range(len(self))) if not isinstance(sample, str))
         self.template, rows = next(good, (None, {}))
         self.compress = compress  # whose bytes may be others for the same sample
-        return digest_of(
-            *((name, row.kind, row.shape, hashlib.sha256(row.data).digest()) for name, row in rows.items())
-        )
+        return _digest_of_rows(rows)
 
     def check(self, loaded: tuple[Any, dict[str, Encoded]], index: int) -> dict[str, Encoded]:
         """Return the rows of a sample that has the structure of the first one."""
         template, rows = loaded
         expect(template == self.template, f"sample {index}", template, f"the structure {self.template!r} of the first")
         return rows
+
+
+def digest_of_sample(dataset: Any, index: int) -> str:
+    """Return a digest of a sample as it is written."""
+    fields: dict[str, Any] = {}
+    _flatten(dataset[index], "", fields)
+    return _digest_of_rows({name: encode_row(value) for name, value in fields.items()})
+
+
+def _digest_of_rows(rows: Mapping[str, Encoded]) -> str:
+    return digest_of(*((name, row.kind, row.shape, hashlib.sha256(row.data).digest()) for name, row in rows.items()))
 
 
 def _same(sample: Any) -> Any:
@@ -265,17 +293,28 @@ def _flatten(value: Any, name: str, fields: dict[str, Any]) -> Any:
     """Put the parts of a sample into ``fields``, and return its structure with their names in it."""
     prefix = name and f"{name}."
     if isinstance(value, Mapping):
-        return {str(key): _flatten(part, f"{prefix}{key}", fields) for key, part in value.items()}
+        keys = all(isinstance(key, (str, int, float)) for key in value)
+        expect(keys, name or "sample", list(value), "keys that are strings or numbers", TypeError)
+        return {key: _flatten(part, f"{prefix}{key}", fields) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_flatten(part, f"{prefix}{number}", fields) for number, part in enumerate(value)]
+        parts = [_flatten(part, f"{prefix}{number}", fields) for number, part in enumerate(value)]
+        return parts if isinstance(value, list) else tuple(parts)
     name = name or "data"
     valid = not set(name) & set("/\\\0") and not name.startswith(".")
     expect(valid, "name", name, "a name of a field that a file can have")
-    fields[name] = _as_row(name, value)
     affine = getattr(value, "affine", None) if isinstance(value, torch.Tensor) else None
+    found = {name: _as_row(name, value)}
     if affine is not None:  # MONAI's MetaTensor
-        fields[f"{name}.affine"] = np.asarray(affine, dtype=np.float64)
+        found[f"{name}.affine"] = np.asarray(affine, dtype=np.float64)
+    _add_fields(fields, found)
     return name
+
+
+def _add_fields(fields: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Put further fields beside others; refuse a second one of a name, as of the keys 1 and "1"."""
+    twice = sorted(set(fields) & set(found))
+    expect(not twice, "sample", f"two parts called {twice}", "one part for each name of a field; rename one")
+    fields |= found
 
 
 def _as_row(name: str, value: Any) -> np.ndarray | str:
@@ -328,19 +367,26 @@ def _unfinished_folder(target: Path, key: str) -> Iterator[tuple[Path, Any]]:
         with (folder / JOURNAL).open("a+") as journal:
             journal.seek(0)
             if journal.readline() != f"{key}\n":
-                for path in folder.iterdir():
-                    if path.name != JOURNAL:
-                        path.unlink()
-                journal.truncate(0)
-                journal.write(f"{key}\n")
-                journal.flush()
+                _begin_journal(folder, journal, key)
             try:
                 yield folder, journal
             except Exception as error:
                 # The dataset's errors end with another dataset; a worker process that was killed is as an interruption.
-                if not isinstance(error, OSError) and not str(error).startswith("DataLoader worker"):
+                keep = isinstance(error, OSError) or str(error).startswith("DataLoader worker")
+                if not getattr(error, "keep", keep):
+                    journal.close()  # on Windows a file that is open stays
                     shutil.rmtree(folder)
                 raise
+
+
+def _begin_journal(folder: Path, journal: Any, key: str) -> None:
+    """Remove what an earlier call wrote, and write the first line of the journal."""
+    for path in folder.iterdir():
+        if path.name != JOURNAL:
+            path.unlink()
+    journal.truncate(0)
+    journal.write(f"{key}\n")
+    journal.flush()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_turbo._checks import check_count, check_functions, expect, is_list, is_number, is_whole
-from lightning_turbo.data.packed.packed_dataset import PackedDataset, WholeBatch, build, open_fields, split_batch
+from lightning_turbo.data.packed.packed_dataset import PackedDataset, open_fields
 from lightning_turbo.data.packed.rows import Rows, open_rows, read_row, shape_at
+from lightning_turbo.data.packed.structure import WholeBatch, build
 from lightning_turbo.data.sample_seeds import seed_sample
 
 __all__ = ["PatchDataset"]
@@ -48,7 +49,8 @@ class PatchDataset(Dataset[Any]):
             of a class of the scan, each as likely, then of one of its places. Or a share for each class:
             ``{1: 0.2, 2: 0.4}``. A scan without the class gives any patch. Needs the places that
             ``pack_folder(labels=)`` or ``pack(foreground=)`` store.
-        pad: What fills a patch where a scan is smaller than it; label volumes get 0. ``None``: an error.
+        pad: What fills a patch where a scan is smaller than it: a number, and 0 for the label volumes that packing
+            named; or a number for each field that is cut. ``None``: an error.
         keys: Names of fields, as those of ``PackedDataset``. Fields with the axes of the patch are cut; an affine is
             that of the patch; others come whole.
         scans: The rows of the scans to take, as for training and validation. Default: all.
@@ -80,25 +82,25 @@ class PatchDataset(Dataset[Any]):
         *,
         per_scan: int = 1,
         foreground: float | Mapping[int, float] = 0.0,
-        pad: float | None = None,
+        pad: float | Mapping[str, float] | None = None,
         keys: Sequence[str] | Mapping[str, str] | None = None,
         scans: Sequence[int] | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         sizes = is_list(patch) and len(patch) > 0 and all(is_whole(length, 1) for length in patch)
         expect(sizes, "patch", patch, "a size such as (96, 96, 96), each at least 1", TypeError)
-        expect(pad is None or is_number(pad), "pad", pad, "a finite number, or None", TypeError)
+        pads = pad.values() if isinstance(pad, Mapping) else () if pad is None else [pad]
+        what = "a finite number, a mapping from fields to numbers, or None"
+        expect(all(map(is_number, pads)), "pad", pad, what, TypeError)
         check_functions(transform=transform)
-        self.patch, self.per_scan, self.pad = tuple(map(int, patch)), check_count("per_scan", per_scan), pad
+        self.patch, self.per_scan = tuple(map(int, patch)), check_count("per_scan", per_scan)
         self.foreground, self.transform = _check_shares(foreground), transform
         self._source, self._keys = source, keys
         self._opened: _Volumes | None = _Volumes(source, keys, len(self.patch))
         # All scans are looked at now: in the middle of an epoch an error would end hours of training.
-        total = len(self._opened)
-        self.scans = [range(total)[scan] for scan in (range(total) if scans is None else scans)]
-        expect(self.scans, "scans", scans, "at least one row")
+        self.scans = _rows_of(scans, len(self._opened))
         self._opened.check(self.scans, None if pad is not None else self.patch)
-        self._opened.check_pad(pad)
+        self.pad = self._opened.fills(pad)
         if self.foreground:
             self._opened.check_foreground(self.scans, self.foreground)
 
@@ -127,9 +129,7 @@ class PatchDataset(Dataset[Any]):
             return [self[index] for index in indices]
         places = [self._draw(index) for index in indices]
         batch = build(volumes.template, {name: self._read(name, places) for name in volumes.arrays})
-        samples = WholeBatch(split_batch(batch))
-        samples.batch = batch
-        return samples
+        return WholeBatch.split(batch, len(indices))
 
     collate = staticmethod(PackedDataset.collate)
 
@@ -179,7 +179,7 @@ class PatchDataset(Dataset[Any]):
             outside.append(slice(begin - first, end - first))
         read = row[(*[slice(None)] * (row.ndim - len(inside)), *inside)]
         if read.shape[-len(inside) :] != self.patch:
-            patch[...] = 0 if name == self._volumes.label else self.pad
+            patch[...] = self.pad[name]
         patch[(slice(None), *outside)] = read
 
 
@@ -237,14 +237,26 @@ class _Volumes:
             fits = least is None or all(map(operator.le, least, lengths))
             expect(fits, f"patch for {file}", least, f"a size within {lengths}, or pad= with a number")
 
-    def check_pad(self, pad: float | None) -> None:
-        """Refuse a number that a field cannot hold."""
-        for name in self.cut:
+    def fills(self, pad: float | Mapping[str, float] | None) -> dict[str, float]:
+        """Return what fills each field outside of a scan; refuse a number that it cannot hold."""
+        if pad is None:
+            return {}
+        if isinstance(pad, Mapping):
+            same = set(pad) == set(self.cut)
+            expect(same, "pad", dict(pad), f"a number for each of {self.cut}", KeyError)
+            numbers = dict(pad)
+        else:
+            # Any field beside the image may be a label, for which the number is hardly meant.
+            clear = self.label is not None or len(self.cut) == 1 or pad == 0
+            example = dict.fromkeys(self.cut, pad) | {self.cut[-1]: 0}
+            expect(clear, "pad", pad, f"a number for each field, as {example}, where packing named no label field")
+            numbers = {name: 0 if name == self.label else pad for name in self.cut}
+        for name, number in numbers.items():
             dtype = self.arrays[name].dtype
-            if pad is not None and name != self.label:
-                with np.errstate(invalid="ignore"):
-                    held = np.asarray(pad).astype(dtype).item()
-                expect(np.isclose(held, pad), "pad", pad, f"a number that {name} of {dtype} can hold")
+            with np.errstate(invalid="ignore"):
+                held = np.asarray(number).astype(dtype).item()
+            expect(np.isclose(held, number), "pad", number, f"a number that {name} of {dtype} can hold")
+        return numbers
 
     def check_foreground(self, scans: Sequence[int], shares: Mapping[int, float]) -> None:
         """Refuse classes of which no scan has a place."""
@@ -271,6 +283,18 @@ class _Volumes:
             return None
         place = self._places[scan][int(counts[:row].sum()) + int(where * counts[row])]
         return place[-self._axes :].tolist()
+
+
+def _rows_of(scans: Any, total: int) -> list[int]:
+    """Return the numbers of the scans to take."""
+    if isinstance(scans, Iterable) and not hasattr(scans, "dtype"):
+        scans = list(scans)
+    rows = np.arange(total) if scans is None else np.asarray(scans)
+    # A mask would take the rows 0 and 1 again and again.
+    what = "the rows of scans as integers, as np.flatnonzero(mask) returns"
+    expect(rows.ndim == 1 and (not rows.size or rows.dtype.kind in "iu"), "scans", scans, what, TypeError)
+    expect(rows.size, "scans", scans, "at least one row")
+    return [range(total)[row] for row in rows.tolist()]
 
 
 def _check_shares(foreground: Any) -> dict[int, float]:

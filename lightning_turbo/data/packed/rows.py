@@ -59,7 +59,7 @@ class RowWriter:
 
     Attributes:
         done: The number of samples that were tried.
-        broken: What was wrong with those that were not written.
+        broken: What was wrong with those that were not written, by their number.
         count: The number of samples that were written.
     """
 
@@ -71,7 +71,7 @@ class RowWriter:
         lines = journal.read().splitlines(keepends=True)[1:]
         whole = [line for line in lines if line.endswith("\n")]
         journal.truncate(journal.tell() - sum(map(len, lines[len(whole) :])))
-        self.broken: list[str] = [json.loads(line) for line in whole if line != "\n"]
+        self.broken: dict[int, str] = {n: json.loads(line) for n, line in enumerate(whole) if line != "\n"}
         self.done, self.count = len(whole), len(whole) - len(self.broken)
         for path in folder.glob("*.rows"):
             self._open(path.stem)
@@ -95,7 +95,7 @@ class RowWriter:
         """Write a sample of the same fields as the first one, or what is wrong with it."""
         line = ""
         if isinstance(row, str):
-            self.broken.append(row)
+            self.broken[self.done] = row
             line = json.dumps(row)
         else:
             for name in row if not self.count else ():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_turbo._pytree import move_batch
-from lightning_turbo.data import PackedDataset, PatchDataset, PrefetchLoader, pack_folder
+from lightning_turbo.data import PackedDataset, PatchDataset, PrefetchLoader, pack, pack_folder
 
 
 @pytest.fixture
@@ -150,11 +150,99 @@ def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, col
     assert batches[0]["n"].tolist() == [2] * 6
 
 
-def test_a_folder_of_an_earlier_version_is_read(tmp_path):
+def test_a_folder_without_the_newer_entries_is_read(tmp_path):
     np.save(tmp_path / "volumes.npy", np.arange(12).reshape(3, 2, 2))
     np.save(tmp_path / "affine.npy", np.stack([np.eye(4)] * 3))
-    contents = {"arrays": ["volumes"], "classes": ["a"], "samples": 3, "skipped": 0}
+    contents = {"arrays": "volumes", "classes": ["a"], "samples": 3, "skipped": 0}
     (tmp_path / "packed.json").write_text(json.dumps(contents))
     data = PackedDataset(tmp_path)
     assert (data.classes, data[2].tolist()) == (["a"], [[8, 9], [10, 11]])
     assert len(PatchDataset(tmp_path, (1, 2), per_scan=2)) == 6
+
+
+# Samples that were changed after they were read.
+
+
+def change_entry(sample):
+    sample["x"] = sample["x"] + 100
+    return sample
+
+
+def change_nested(sample):
+    sample["pair"][1]["y"] = sample["pair"][1]["y"] * 0
+    return sample
+
+
+def replace_in_place(sample):
+    sample["x"].add_(100)
+    return sample
+
+
+CHANGES = {
+    "another sample": lambda sample: {**sample, "x": sample["x"] + 100},
+    "an entry": change_entry,
+    "an entry below": change_nested,
+    "an entry more": lambda sample: {**sample, "more": 1},
+    "a tensor in place": replace_in_place,
+    "nothing": lambda sample: sample,
+}
+
+
+class Changed(Dataset):
+    """Changes the samples of another dataset in the list that it returned."""
+
+    def __init__(self, data, change, places):
+        self.data, self.change, self.places = data, change, places
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitems__(self, indices):
+        samples = self.data.__getitems__(indices)
+        for place in self.places:
+            samples[place] = self.change(samples[place])
+        return samples
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2), (1,)], ids=["all", "one"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_collate_sees_what_was_changed(tmp_path, change, workers, places):
+    if change == "an entry more" and len(places) == 1:
+        places = (0, 1, 2)  # default_collate takes samples of one structure
+    rows = [{"x": torch.full((2,), n), "pair": (n, {"y": n / 2})} for n in range(3)]
+    pack(rows, tmp_path / "out")
+    data = Changed(PackedDataset(tmp_path / "out"), CHANGES[change], places)
+
+    def loaded(collate):
+        (batch,) = DataLoader(data, 3, collate_fn=collate, num_workers=workers)
+        return {"x": batch["x"].tolist(), "y": batch["pair"][1]["y"].tolist(), "keys": sorted(batch)}
+
+    assert loaded(PackedDataset.collate) == loaded(default_collate)
+
+
+@pytest.mark.parametrize("edit", [list.reverse, list.pop, lambda samples: samples.append(samples[0])])
+def test_collate_sees_a_list_that_was_edited(arrays, edit):
+    samples = PackedDataset(arrays, keys=KEYS).__getitems__([4, 5, 6])
+    edit(samples)
+    images, _ = PackedDataset.collate(samples)
+    assert torch.equal(images, torch.stack([image for image, _ in samples]))
+
+
+# Where nothing was packed.
+
+
+def test_what_is_no_packed_folder_is_told(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "begun.partial").mkdir()
+    for name, error, message in (
+        ("nope", FileNotFoundError, r"got '.*nope', which does not exist. Pack first: lightning-turbo pack FOLDER OUT"),
+        ("nope.npy", FileNotFoundError, r"got '.*nope.npy', which does not exist. Pack first"),
+        ("empty", FileNotFoundError, r"got '.*empty', a folder without packed.json. Pack first"),
+        ("begun", FileNotFoundError, r"Packing it was begun, and is not finished: '.*begun.partial'"),
+        ("notes.txt", ValueError, r"expected a folder written by pack, or an .npz or .npy file"),
+    ):
+        for kind in (PackedDataset, lambda source: PatchDataset(source, (2, 2, 2))):
+            with pytest.raises(error, match=message):
+                kind(tmp_path / name)

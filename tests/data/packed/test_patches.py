@@ -140,6 +140,36 @@ def test_scans_smaller_than_the_patch(plain):
     assert len(PatchDataset(plain, (8, 6, 5), scans=[0, 3])) == 2
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda mask: map(bool, mask)])
+def test_a_mask_of_scans_is_refused(plain, kind):
+    with pytest.raises(TypeError, match=r"scans: expected the rows of scans as integers, as np.flatnonzero\(mask\)"):
+        PatchDataset(plain, PATCH, scans=kind([False, True, True, False]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, iter, dict.fromkeys])
+def test_scans_are_rows_in_any_container(plain, kind):
+    assert [sample["n"].item() for sample in PatchDataset(plain, PATCH, scans=kind([2, -1]))] == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize("number", [-1024, 7])
+def test_padding_asks_for_the_label_where_none_was_named(tmp_path, dtype, number):
+    sample = {"image": np.zeros((6, 6, 6), np.int16), "label": np.ones((6, 6, 6), dtype), "n": 0}
+    pack([sample], tmp_path / "out")
+    with pytest.raises(ValueError, match=rf"pad: expected a number .* as {{'image': {number}, 'label': 0}}"):
+        PatchDataset(tmp_path / "out", (8, 8, 8), pad=number)
+    for pad, border in ((0, 0), ({"image": number, "label": 0}, number)):
+        found = PatchDataset(tmp_path / "out", (8, 8, 8), pad=pad)[0]
+        assert (found["image"][:, 0] == border).all()
+        assert found["label"].unique().tolist() == [0, 1]
+    alone = PatchDataset(tmp_path / "out", (8, 8, 8), pad=number, keys=["image"])[0]
+    assert (alone[:, 0] == number).all()
+    pack([sample], tmp_path / "named", foreground="label")
+    found = PatchDataset(tmp_path / "named", (8, 8, 8), pad=number)[0]
+    assert (found["image"][:, 0] == number).all()
+    assert found["label"].unique().tolist() == [0, 1]
+
+
 def test_files_are_named(tmp_path):
     shapes = {"a": (4, 4, 4), "b": (2, 3, 4, 4), "c": (4, 4)}
 
@@ -179,6 +209,10 @@ def test_files_are_named(tmp_path):
         ({"pad": "min"}, TypeError, "pad: expected a finite number"),
         ({"pad": 0.5}, ValueError, "pad: expected a number that image of int32 can hold, got 0.5"),
         ({"pad": -1e12}, ValueError, "pad: expected a number that image of int32 can hold"),
+        ({"pad": {"image": 0}}, KeyError, r"pad: expected a number for each of \['image', 'label'\]"),
+        ({"pad": {"image": "0", "label": 1}}, TypeError, "pad: expected a finite number, a mapping"),
+        ({"scans": [0.5]}, TypeError, "scans: expected the rows of scans as integers"),
+        ({"scans": 3}, TypeError, "scans: expected the rows of scans as integers"),
         ({"scans": []}, ValueError, "scans: expected at least one row"),
         ({"scans": [4]}, IndexError, "range"),
         ({"keys": ["mask"]}, KeyError, "keys: expected some of"),

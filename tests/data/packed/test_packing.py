@@ -48,7 +48,21 @@ SHAPES = {
     "numbers": lambda n: {"i": n, "f": n / 2, "b": n > 2},
     "nested": lambda n: (torch.ones(n + 1, 2), {"boxes": torch.ones(n, 4), "meta": [n, "x" * n]}),
     "strings": lambda n: {"image": torch.ones(2), "name": "é" * n},
+    "tuple of one": lambda n: (torch.full((2,), n),),
+    "list of one": lambda n: [n],
+    "dictionary of one": lambda n: {"x": (n,)},
+    "list": lambda n: [torch.ones(n + 1), {"a": [n, (n,)]}],
+    "keys that are numbers": lambda n: {0: n, 1: {2: torch.ones(2)}, "a": {0.5: n, "b": 1, True: n}},
+    "keys that look like kinds": lambda n: {"<list>": [n], "<dict>": {"<list>": n}},
+    "empty parts": lambda n: {"x": n, "boxes": [], "meta": {}, "none": ()},
 }
+
+
+def kinds_in(sample):
+    """The containers of a sample, with their kinds and keys."""
+    if isinstance(sample, dict):
+        return {key: kinds_in(part) for key, part in sample.items()}
+    return type(sample)(map(kinds_in, sample)) if isinstance(sample, (list, tuple)) else None
 
 
 def shaped(kind, n):
@@ -56,16 +70,18 @@ def shaped(kind, n):
     return SHAPES[kind](n)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in SHAPES), ("nested", 2), ("list", 2)])
 def test_samples_come_back_as_they_were(tmp_path, kind, num_workers):
     dataset = Samples(functools.partial(shaped, kind))
     assert pack(dataset, tmp_path / "out", num_workers=num_workers)["samples"] == 5
     packed = PackedDataset(tmp_path / "out")
     for n in range(5):
         assert repr(default_collate([packed[n]])) == repr(default_collate([dataset[n]]))
-    if "different" not in kind and kind != "nested":
+        assert kinds_in(packed[n]) == kinds_in(dataset[n])
+    if "different" not in kind and kind not in ("nested", "list"):
         assert repr(list(DataLoader(packed, 3))) == repr(list(DataLoader(dataset, 3)))
+        batches = list(DataLoader(packed, 3, collate_fn=PackedDataset.collate)) if kind != "strings" else []
+        assert all(kinds_in(batch) == kinds_in(dataset[0]) for batch in batches)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -217,6 +233,16 @@ def test_broken_samples_are_left_out_with_a_list(tmp_path):
     [
         (lambda n: {"x": object()}, {}, TypeError, "x: expected a tensor, an array, a number or a string"),
         (lambda n: torch.ones(2, dtype=torch.bfloat16), {}, TypeError, "data: expected a dtype that NumPy has"),
+        (
+            lambda n: {1: n, "1": n},
+            {},
+            ValueError,
+            r"expected one part for each name .* got \"two parts called \['1'\]",
+        ),
+        (lambda n: {"a.b": n, "a": {"b": n}}, {}, ValueError, r"two parts called \['a.b'\]"),
+        (lambda n: {(1, 2): n}, {}, TypeError, r"sample: expected keys that are strings or numbers, got \[\(1, 2\)\]"),
+        (lambda n: {}, {}, ValueError, "sample: expected at least one part, got {}"),
+        (lambda n: [n] if n else (n,), {}, ValueError, r"sample 1: expected the structure \('0',\)"),
         (lambda n: {"a/b": 1}, {}, ValueError, "expected a name of a field that a file can have, got 'a/b'"),
         (lambda n: {"x": 1} if n < 2 else {"y": 1}, {}, ValueError, "sample 2: expected the structure .*'x'.*'y'"),
         (lambda n: np.zeros((1,) * 9), {}, ValueError, "shape: expected at most 8 axes"),
