@@ -146,11 +146,10 @@ def _check_sample_is_the_same(dataset: Any) -> None:
     if not watch.drew:
         return
     # Transforms may draw a number for a chance of 1, as TorchIO's do, and give the same sample each time.
-    begun, loads = time.monotonic(), 0
+    begun, loads, drawn = time.monotonic(), 0, " and ".join(watch.drew)
+    what = "a sample that is the same each time; move random transforms behind the cache"
     while loads < 2 or (loads < LOADS and time.monotonic() - begun < SECONDS):
         loads += 1
-        drawn = " and ".join(watch.drew)
-        what = "a sample that is the same each time; move random transforms behind the cache"
         expect(digest_of_sample(dataset, 0) == first, "dataset", f"one that draws from {drawn}", what)
     warnings.warn(
         f"The first sample draws from {drawn}. It was the same {loads + 1} times, and is packed. A transform that "

@@ -244,13 +244,13 @@ class _Volumes:
         if isinstance(pad, Mapping):
             same = set(pad) == set(self.cut)
             expect(same, "pad", dict(pad), f"a number for each of {self.cut}", KeyError)
-            numbers = dict(pad)
+            numbers = {name: float(number) for name, number in pad.items()}
         else:
             # Any field beside the image may be a label, for which the number is hardly meant.
             clear = self.label is not None or len(self.cut) == 1 or pad == 0
             example = dict.fromkeys(self.cut, pad) | {self.cut[-1]: 0}
             expect(clear, "pad", pad, f"a number for each field, as {example}, where packing named no label field")
-            numbers = {name: 0 if name == self.label else pad for name in self.cut}
+            numbers = {name: 0.0 if name == self.label else float(pad) for name in self.cut}
         for name, number in numbers.items():
             dtype = self.arrays[name].dtype
             with np.errstate(invalid="ignore"):
