@@ -154,8 +154,8 @@ class Packing:
                 self._check_target()
                 return json.loads((self.target / CONTENTS).read_text())
             with contextlib.closing(RowWriter(folder, journal)) as writer:
-                mended = any(not isinstance(encoder[index], str) for index in writer.broken)
-            if mended:  # the place of a sample that an earlier call could not load is taken
+                repaired = any(not isinstance(encoder[index], str) for index in writer.broken)
+            if repaired:  # the place of a sample that an earlier call could not load is taken
                 _begin_journal(folder, journal, key)
             with contextlib.closing(RowWriter(folder, journal)) as writer:
                 self._append_all(writer, encoder)
@@ -299,15 +299,19 @@ def _flatten(value: Any, name: str, fields: dict[str, Any]) -> Any:
     if isinstance(value, (list, tuple)):
         parts = [_flatten(part, f"{prefix}{number}", fields) for number, part in enumerate(value)]
         return parts if isinstance(value, list) else tuple(parts)
-    name = name or "data"
+    _add_fields(fields, _as_fields(name or "data", value))
+    return name or "data"
+
+
+def _as_fields(name: str, value: Any) -> dict[str, Any]:
+    """Return a part of a sample as a field, and the affine of a tensor of MONAI's as another one."""
     valid = not set(name) & set("/\\\0") and not name.startswith(".")
     expect(valid, "name", name, "a name of a field that a file can have")
-    affine = getattr(value, "affine", None) if isinstance(value, torch.Tensor) else None
     found = {name: _as_row(name, value)}
-    if affine is not None:  # MONAI's MetaTensor
+    affine = getattr(value, "affine", None) if isinstance(value, torch.Tensor) else None
+    if affine is not None:
         found[f"{name}.affine"] = np.asarray(affine, dtype=np.float64)
-    _add_fields(fields, found)
-    return name
+    return found
 
 
 def _add_fields(fields: dict[str, Any], found: Mapping[str, Any]) -> None:
