@@ -87,10 +87,10 @@ def _add_doctor(commands: Commands) -> None:
         examples=("train.py -- --max_epochs 1", "compare runs/doctor runs/later"),
         help="check this machine, or find out what slows a training script",
         description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
-        "fails. With a script: run it with a Doctor in each of its Trainers until one has looked at its steps, and "
-        "write doctor.txt and doctor.json; the exit status is that of a script which ends earlier, and 1 if a "
-        "report could not be written. compare A B: what got slower or is new from one of these folders to the other; "
-        "the exit status is 1 if something did.",
+        "fails. With a script: run it with a Doctor in each of its Trainers until one has looked at its steps, write "
+        "doctor.txt and doctor.json, and end it without its handlers, so that it overwrites nothing; the exit status "
+        "is that of a script which ends earlier, and 1 if a report could not be written. compare A B: what got slower "
+        "or is new from one of these folders to the other; the exit status is 1 if something did.",
         usage="%(prog)s [--json] | %(prog)s compare A B | "
         "%(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] [-m] SCRIPT [-- ARGUMENT ...]",
     )
@@ -100,7 +100,10 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
     parser.add_argument("--watched", type=int, metavar="N", help="steps to watch from inside (default: 4)")
     parser.add_argument(
-        "--keep-going", action="store_true", default=None, help="let the script run to its own end after the report"
+        "--keep-going",
+        action="store_true",
+        default=None,
+        help="let the script run to its own end after the report: its handlers run, and its files are written",
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", default=None, help="SCRIPT is a module, as in python -m"

@@ -15,6 +15,7 @@ from lightning_turbo.doctor.facts import Rank, check_steps
 from lightning_turbo.doctor.ranks import Laps, start_of_process
 from lightning_turbo.doctor.report import Report, as_text
 from lightning_turbo.doctor.rules import diagnose
+from lightning_turbo.doctor.script import end_program
 from lightning_turbo.doctor.session import Session
 from lightning_turbo.errors import TurboWarning
 
@@ -22,6 +23,7 @@ __all__ = ["Doctor"]
 
 PATIENCE = 30.0
 """Seconds that the first rank waits for what the others measured. They end their part before it ends its own."""
+STOPPED = 130  # the status after a signal, as shells have it for Ctrl-C
 _made = itertools.count()  # doctors in this process: the first one knows all that came before it
 _reports = itertools.count()  # of this process with several ranks: the ranks make the same ones
 
@@ -39,8 +41,12 @@ class Doctor(Callback):
             steps, or 0 to time only.
         text: A file for the report as it is printed; ``None`` writes none.
         json: A file for the report as JSON; ``None`` writes none.
-        stop: Whether to end the program with ``sys.exit(0)`` once the report is complete, before the run's end. With
-            several ranks the run goes on, because the other ranks would wait for this one.
+        stop: Whether to end the program, with status 0, once the report is complete. It is a program that was trained
+            for some steps only: none of its handlers runs, neither ``finally:`` and ``except:`` nor ``on_exception``,
+            ``on_train_end`` and ``atexit``, and nothing behind ``fit``, so that it overwrites nothing; what it has
+            written itself is kept. Ctrl-C and SIGTERM end it in the same way, behind the ``on_exception`` of callbacks
+            before this one. With several ranks the run goes on, because the other ranks would wait for this one. In a
+            notebook this ends the kernel.
 
     Attributes:
         report: The report; ``None`` until it is made.
@@ -154,15 +160,22 @@ class Doctor(Callback):
         self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop watching, report what was seen, and let the exception pass."""
+        """Stop watching, report what was seen, and let the exception pass; Ctrl-C and SIGTERM end as ``stop`` does."""
+        watching = self._session is not None
         self._finish(trainer, interrupted=type(exception).__name__)
+        if watching and (isinstance(exception, KeyboardInterrupt) or trainer.received_sigterm):
+            self._end_program(trainer, STOPPED)
 
     def _complete(self, trainer: Any) -> None:
         """Report, as all steps are over, and end the program if it was asked for."""
         self._finish(trainer)
+        self._end_program(trainer, 0)
+
+    def _end_program(self, trainer: Trainer, status: int) -> None:
+        """End the program without its handlers if ``stop`` says so: it must not save what it has after some steps."""
         if self.stop and trainer.world_size == 1:
             self.stopped = True
-            sys.exit(0)  # The Trainer tears down, and nothing of the script behind fit runs.
+            end_program(status)
 
     def _leave(self, trainer: Any) -> None:
         """Take this callback out of the Trainer; the list under iteration is left as it is."""

@@ -36,7 +36,8 @@ def examine(
         argv: Its arguments.
         module: Whether ``program`` is the name of a module.
         out: The folder for ``doctor.txt`` and ``doctor.json``; made if absent.
-        keep_going: Whether the program goes on to its own end, as it does with several ranks anyway.
+        keep_going: Whether the program goes on to its own end, as it does with several ranks anyway. Without it, the
+            program ends with this process, and nothing behind this function is executed: see ``end_program``.
         steps: ``warmup``, ``timed`` and ``watched`` as for ``Doctor``.
 
     Returns:
@@ -57,34 +58,48 @@ def examine(
         made.append(Doctor(**steps, text=page, json=data, stop=not keep_going))
         return made[-1:]
 
+    def close(status: int) -> int:
+        """Say what was written, and return the exit status: of a program that was ended, or that has ended."""
+        sys.stdout.flush()
+        if any(not each.reports for each in made):
+            return status  # under torchrun each rank is such a command, and the first one says what there is to say
+        written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "txt")]
+        missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
+        failure = [f"a report could not be written to {folder}; the warning above says why."] if missing else []
+        for line in [*written, *failure, *_end_of(Path(program).name, made, keep_going)]:
+            sys.stderr.write(f"lightning-turbo doctor: {line}\n")
+        return status or int(missing)
+
     check_steps(**steps)
     if not module:
         check_script(Path(program))
     _clear(folder, out)
     # Lightning starts further ranks as processes of the script; they find the entry point and this variable.
     os.environ[RANKS] = json.dumps(steps)
+    if keep_going:
+        sys.stderr.write(
+            f"lightning-turbo doctor: --keep-going: {Path(program).name} runs to its own end, and the files that it "
+            "writes are written.\n"
+        )
     try:
-        run = run_program(str(program), argv, make_doctors, module=module)
+        run = run_program(str(program), argv, make_doctors, module=module, at_end=close)
     finally:
         del os.environ[RANKS]
-    sys.stdout.flush()
-    if any(not each.reports for each in made):
-        return run.status  # under torchrun each rank is such a command, and the first one says what there is to say
-    written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "txt")]
-    missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
-    failure = [f"a report could not be written to {folder}; the warning above says why."] * missing
-    nothing = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
-    for line in [*written, *failure, *_end_of(Path(program).name, made, keep_going)] or [nothing]:
-        sys.stderr.write(f"lightning-turbo doctor: {line}\n")
-    return run.status or int(missing)
+    status = close(run.status)
+    if not any(each.report is not None for each in made) and all(each.reports for each in made):
+        reason = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
+        sys.stderr.write(f"lightning-turbo doctor: {reason}\n")
+    return status
 
 
 def _end_of(name: str, made: list[Doctor], keep_going: bool) -> list[str]:
     """Say why a program did not run to its own end, or ran there without being asked to."""
     if any(each.stopped for each in made):
-        return [f"{name} was ended after the report; --keep-going lets it run to its own end."]
+        why = "without its handlers (finally, on_exception, atexit) and what stands behind fit, so that they overwrite"
+        return [f"{name} was ended after the report, {why} nothing; --keep-going lets it run to its own end."]
     if not keep_going and any(each.report is not None and each.report.facts.run.world_size > 1 for each in made):
-        return [f"{name} ran to its own end, because its other ranks would have waited for the first one."]
+        why = "because its other ranks would have waited for the first one"
+        return [f"{name} ran to its own end, {why}: the files that it writes are written."]
     return []
 
 

@@ -3,7 +3,7 @@
 Lightning finds the callbacks as it finds every plugin: by an entry point, which exists for this process and for the
 time of the run only, and for the processes that Lightning starts for further ranks of it, which have a ``Doctor`` if
 this process names its steps in ``RANKS``. Nothing is patched. The process that calls these functions should be a fresh
-one, because the script may change whatever it likes in it.
+one, because the script may change whatever it likes in it, and because ``end_program`` ends it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,32 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lightning_turbo.errors import TurboError
+from lightning_turbo.measure import end_process
 
 if TYPE_CHECKING:  # the script chooses which copy of Lightning it imports
     from lightning_turbo._lightning import Callback
 
-__all__ = ["RANKS", "Ending", "check_script", "make_callbacks", "run_program"]
+__all__ = ["RANKS", "Ending", "check_script", "end_program", "make_callbacks", "run_program"]
 
 RANKS = "LIGHTNING_TURBO_DOCTOR"
 """The variable of the environment that has the steps of a ``Doctor`` for further ranks, as JSON."""
 INTERRUPTED = 130  # as shells do
 _factories: list[Callable[[], list[Callback]]] = []
+_runs: list[_Run] = []  # the one under way, if there is one
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A program that runs: what is called before ``end_program`` ends it, and what is taken away."""
+
+    at_end: Callable[[int], int]
+    put_in: ExitStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,12 @@ class Ending:
 
 
 def run_program(
-    program: str, argv: Sequence[str], callbacks: Callable[[], list[Callback]], *, module: bool = False
+    program: str,
+    argv: Sequence[str],
+    callbacks: Callable[[], list[Callback]],
+    *,
+    module: bool = False,
+    at_end: Callable[[int], int] = lambda status: status,
 ) -> Ending:
     """Run a script as ``python program *argv`` would, or a module or package as ``python -m program *argv``.
 
@@ -56,6 +71,8 @@ def run_program(
         argv: Its arguments.
         callbacks: Called for each Trainer that it makes; what it returns is added to that Trainer's callbacks.
         module: Whether ``program`` is a name.
+        at_end: Called if ``end_program`` ends the program, with a status: writes what there is to write, and returns
+            the exit status of this process. What stands behind this function is not executed then.
 
     Returns:
         How the program ended. Its errors and its ``sys.exit`` end it here.
@@ -63,13 +80,39 @@ def run_program(
     Raises:
         TurboError: If there is no such file.
     """
-    if module:
-        with _add_callbacks(callbacks), _as_main([program, *argv], str(Path.cwd())):
+    if not module:
+        check_script(Path(program))
+    # The folder of a script goes first on the path, a link's target's, as with Python.
+    script = "" if module else str(Path(program).absolute())
+    folder = Path.cwd() if module else Path(script).resolve().parent
+    with ExitStack() as put_in:
+        put_in.enter_context(_add_callbacks(callbacks))
+        put_in.enter_context(_as_main([script or program, *argv], str(folder)))
+        _runs.append(_Run(at_end, put_in))
+        put_in.callback(_runs.pop)
+        if module:
             return _end_of(lambda: runpy.run_module(program, run_name="__main__", alter_sys=True), "")
-    check_script(Path(program))
-    script = Path(program).absolute()  # its folder goes first on the path, a link's target's, as with Python
-    with _add_callbacks(callbacks), _as_main([str(script), *argv], str(script.resolve().parent)):
-        return _end_of(lambda: runpy.run_path(str(script), run_name="__main__"), str(script))
+        return _end_of(lambda: runpy.run_path(script, run_name="__main__"), script)
+
+
+def end_program(status: int = 0) -> NoReturn:
+    """End the program that ``run_program`` runs, and with it this process, without the program's handlers.
+
+    Of the program, which was trained for some steps only, nothing runs any more: see ``measure.end_process``. Outside
+    of ``run_program`` this is ``end_process``.
+
+    Args:
+        status: The exit status of the process, unless the ``at_end`` of the run returns another one.
+    """
+    try:
+        for run in _runs[-1:]:
+            status = run.at_end(status)
+            run.put_in.close()
+    except BaseException:
+        # An error must not go on into the program, whose handlers would run.
+        traceback.print_exc()
+        status = status or 1
+    end_process(status)
 
 
 def check_script(path: Path) -> None:

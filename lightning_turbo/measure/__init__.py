@@ -1,6 +1,7 @@
 """Measuring in fresh processes that take turns: what the benchmarks and ``lightning-turbo tune`` share."""
 
 from lightning_turbo._machine import count_cores
+from lightning_turbo.measure.ending import end_process
 from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machine, huge_pages
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
@@ -28,6 +29,7 @@ __all__ = [
     "count_cores",
     "describe_machine",
     "draw_bars",
+    "end_process",
     "huge_pages",
     "interval_of",
     "limit_memory",

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from lightning_turbo.errors import MissingExtraError
+from lightning_turbo.measure.ending import end_process
 from lightning_turbo.measure.meter import Meter
 
 __all__ = ["Channel", "SkippedError", "limit_memory", "open_channel", "peak_bytes", "serve"]
@@ -54,9 +54,9 @@ class Channel:
     def receive(self) -> dict[str, Any]:
         """Wait for an order; end the process if the program that measures is gone."""
         line = self.orders.readline()
-        # The end of the pipe: nobody would ever read what goes on to be measured.
+        # The end of the pipe: nobody would ever read what goes on to be measured, and nothing of it is to be saved.
         if not line:
-            sys.exit(1)
+            end_process(1)
         return json.loads(line)
 
     def ask(self, event: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import combined_loader, replace_strategy, supports_lean_loop
 from lightning_turbo.callbacks.fused_optimizers import can_fuse
 from lightning_turbo.data.loading.loader import PrefetchLoader
+from lightning_turbo.doctor.script import end_program
 from lightning_turbo.measure import Meter, huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
 from lightning_turbo.nn.memory_format import has_format
@@ -74,11 +77,26 @@ class Probe(Callback):
         self.facts: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}  # what else is reported
         self.refusal = ""
+        self.error: BaseException | None = None  # ended fit, or kept the settings out of the Trainer
 
     def refuse(self, reason: str) -> None:
         """End the script, because it cannot be measured."""
         self.refusal = reason
-        sys.exit(0)
+        end_program()
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """End the script at an error within the block; the script's own handlers might save what it has."""
+        try:
+            yield
+        except Exception as error:
+            self.on_exception(None, None, error)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the script, as the first of its callbacks, before any handler of it hears of the error."""
+        self.error = exception if isinstance(exception, Exception) else None
+        traceback.print_exception(exception)
+        end_program(1)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let ``fit`` go on for as long as is measured, in this process's turn; schedules have an end, and wait."""
@@ -111,7 +129,7 @@ class Probe(Callback):
     def step(self) -> None:
         """Count a step, and end the script after the last one."""
         if not self.meter.step():
-            sys.exit(0)  # the Trainer tears down, and nothing of the script behind fit runs
+            end_program()  # nothing of the script runs any more
 
 
 class WholeEpoch(Probe):
@@ -142,13 +160,13 @@ class WholeEpoch(Probe):
         """Leave the time of a validation out of the steps."""
         self._last = time.perf_counter()
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the time and what was logged, and end the script."""
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the time and what was logged, and end the script before its callbacks hear of the end."""
         self.meter.synchronise()
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         self.numbers |= {"seconds": time.perf_counter() - self._begun, "metrics": metrics}
         self.meter.over = True
-        sys.exit(0)
+        end_program()
 
 
 def describe(trainer: Any, module: Any) -> dict[str, Any]:
@@ -258,7 +276,7 @@ def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list
 
     def begin_silently(set_up: Callable[[], None]) -> None:
         begun.put_back()
-        silence(trainer, validates=probe.mode == "epoch")
+        silence(trainer, probe)
         set_up()
 
     begun = ReplacedMethod(strategy, "setup_environment", begin_silently)  # which a run calls first
@@ -271,11 +289,13 @@ def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list
     return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]
 
 
-def silence(trainer: Any, *, validates: bool) -> None:
-    """Let a run write nothing, and validate only if it is asked to."""
+def silence(trainer: Any, probe: Probe) -> None:
+    """Let a run write nothing, and validate only in a whole epoch; the probe hears of everything first."""
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    classes = [(each, {kind.__name__ for kind in type(each).__mro__}) for each in trainer.callbacks]
-    trainer.callbacks = [each for each, names in classes if not UNWANTED & names]
-    if not validates:
+    classes = [
+        (each, {kind.__name__ for kind in type(each).__mro__}) for each in trainer.callbacks if each is not probe
+    ]
+    trainer.callbacks = [probe, *(each for each, names in classes if not UNWANTED & names)]
+    if probe.mode != "epoch":
         trainer.num_sanity_val_steps = 0
         trainer.limit_val_batches = 0

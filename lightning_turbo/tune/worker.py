@@ -9,28 +9,39 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from lightning_turbo.doctor.script import Ending, run_program
-from lightning_turbo.measure import Meter, SkippedError, limit_memory, open_channel, serve
+from lightning_turbo.doctor.script import run_program
+from lightning_turbo.measure import Channel, Meter, SkippedError, end_process, limit_memory, open_channel, serve
 
 if TYPE_CHECKING:
     from lightning_turbo.tune.probe import Probe
 
 __all__ = ["main", "measure_program"]
 
-# Modules of torch whose errors say that a network cannot be compiled.
+Find: TypeAlias = Callable[[], Mapping[str, Any]]
+"""Returns what was measured, or raises what says why nothing was."""
 MARGIN = 0.9  # of the memory that is free
 OUT_OF_MEMORY = "out of memory"
+RANK_SECONDS = 10.0  # in which a rank ends by itself
+# Modules of torch whose errors say that a network cannot be compiled.
 TRACERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch.fx")
 
 
-def measure_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
-    """Run the script or the module that a task names, with a probe in each Trainer; the first ``fit`` is measured."""
+def measure_program(task: Mapping[str, Any], meter: Meter, report: Callable[[Find], object]) -> None:
+    """Run the script or the module that a task names, with a probe in each Trainer; the first ``fit`` is measured.
+
+    Args:
+        task: What ``ScriptRunner.spawn`` sends.
+        meter: Whose ``step`` the probe calls.
+        report: Called once, with a function that returns the numbers, or raises what says why there are none. A probe
+            that has seen enough ends this process behind it, without the handlers of the program.
+    """
     made: list[Probe] = []
 
     def callbacks() -> list[Any]:
@@ -38,27 +49,34 @@ def measure_program(task: Mapping[str, Any], meter: Meter) -> Mapping[str, Any]:
 
         kind = probe.WholeEpoch if task["mode"] == "epoch" else probe.Probe
         made.append(kind(meter, task["mode"]))
-        return [*probe.prepare_trainer(probe.trainer_in_construction(), task, made[-1]), made[-1]]
+        with made[-1].failing():
+            return [*probe.prepare_trainer(probe.trainer_in_construction(), task, made[-1]), made[-1]]
 
-    _check(run_program(task["program"], task["arguments"], callbacks, module=task["module"]), made, meter)
-    used = next(each for each in made if each.facts)
-    return {"facts": used.facts, "losses": [loss.item() for loss in used.losses], **used.numbers}
+    def end(status: int) -> int:
+        report(lambda: _found(made, meter, None))
+        return status
+
+    ending = run_program(task["program"], task["arguments"], callbacks, module=task["module"], at_end=end)
+    report(lambda: _found(made, meter, ending.error))
 
 
-def _check(ending: Ending, made: list[Probe], meter: Meter) -> None:
-    """Say why nothing was measured."""
+def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapping[str, Any]:
+    """Return what the probe of the first ``fit`` has found, or say why nothing was measured."""
     for probe in made:
         if probe.refusal:
             raise SkippedError(probe.refusal)
-    if ending.error is not None:
-        if any(type(each).__module__.startswith(TRACERS) for each in (ending.error, ending.error.__cause__)):
+        error = error or probe.error
+    if error is not None:
+        if any(type(each).__module__.startswith(TRACERS) for each in (error, error.__cause__)):
             raise SkippedError("torch cannot trace this network; the log has its words.")
-        if _is_out_of_memory(ending.error):
+        if _is_out_of_memory(error):
             raise SkippedError(OUT_OF_MEMORY)
-        raise ending.error
+        raise error
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")
+    used = next(each for each in made if each.facts)
+    return {"facts": used.facts, "losses": [loss.item() for loss in used.losses], **used.numbers}
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -84,15 +102,36 @@ def start_ranks(task: Mapping[str, Any]) -> list[subprocess.Popen[bytes]]:
     return others
 
 
-def follow(task: Mapping[str, Any]) -> None:
+def end_ranks(others: list[subprocess.Popen[bytes]]) -> None:
+    """End the ranks behind this one: the end of its input tells a rank to end itself, with its worker processes."""
+    for each in others:
+        assert each.stdin is not None
+        each.stdin.close()
+    for each in others:
+        try:
+            each.wait(RANK_SECONDS)
+        except subprocess.TimeoutExpired:
+            each.kill()
+
+
+def follow(task: Mapping[str, Any], channel: Channel) -> None:
     """Run the program on a rank behind the first, which ends it; if it fails, the first one would wait in vain."""
     meter = Meter(lambda event: {"order": "round", "lead": 0, "steps": sys.maxsize}, warmup=1)
-    try:
-        measure_program(task, meter)
-    except SkippedError:
-        pass  # the first rank says why
-    except BaseException:
-        os.killpg(0, signal.SIGKILL)
+
+    def end_with_input() -> None:
+        channel.orders.read()
+        end_process()
+
+    def report(find: Find) -> None:
+        try:
+            find()
+        except SkippedError:
+            pass  # the first rank says why
+        except BaseException:
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    measure_program(task, meter, report)
 
 
 def main() -> None:
@@ -102,21 +141,18 @@ def main() -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(task["seed"])
     if "rank" in task:
-        follow(task)
+        follow(task, channel)
         return
     others = start_ranks(task) if task["ranks"] > 1 else []
-
-    def ask(event: dict[str, Any]) -> dict[str, Any]:
-        order = channel.ask(event)
-        if order["order"] == "end":
-            for each in others:
-                each.kill()
-        return order
-
     if task["batch_size"]:
         limit_memory(MARGIN)
-    meter = Meter(ask, warmup=task["warmup"])
-    serve(channel, meter, lambda: measure_program(task, meter))
+    meter = Meter(channel.ask, warmup=task["warmup"])
+
+    def report(find: Find) -> None:
+        serve(channel, meter, find)
+        end_ranks(others)
+
+    measure_program(task, meter, report)
 
 
 if __name__ == "__main__":

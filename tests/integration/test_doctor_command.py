@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_turbo import cli
+from tests.children import status_of_child
 from tests.integration.doctor_runs import QUIET
 from tests.ranks import free_port
 
@@ -68,21 +69,69 @@ def arguments(tmp_path, *own, options=(), **places):
 KEEP = ["--keep-going"]
 
 
-def test_a_script_is_examined_and_ended_after_the_report(tmp_path, capsys):
-    status = cli.main(arguments(
-        tmp_path, "--lr", "1", options=["--out", "here"], step="print('step', batch_idx)", after="print('behind fit')",
-    ))  # fmt: skip
-    assert status == 0
-    told = capsys.readouterr()
+def test_a_script_is_examined_and_ended_after_the_report(tmp_path, capfd):
+    places = {"step": "print('step', batch_idx)", "after": "print('behind fit')"}
+    words = arguments(tmp_path, "--lr", "1", options=["--out", "here"], **places)
+    assert status_of_child(lambda: cli.main(words)) == 0
+    told = capfd.readouterr()
     assert re.findall(r"step (\d+)", told.out) == ["0", "1", "2", "3", "4", "5"], "those that it looks at, and no more"
     assert "behind fit" not in told.out
-    assert "train.py was ended after the report; --keep-going lets it run to its own end" in told.err
+    assert "train.py was ended after the report, without its handlers" in told.err
     assert "arguments ['--lr', '1']" in told.out
     assert f"train.py:{LINE}" in told.out
     assert "report in here/doctor.txt" in told.err
     report = json.loads((tmp_path / "here" / "doctor.json").read_text())
     assert f"train.py:{LINE}" in [finding["place"] for finding in report["findings"]]
     assert (tmp_path / "here" / "doctor.txt").read_text().startswith("lightning-turbo doctor: ")
+
+
+SAVES = """
+    import atexit
+    from pathlib import Path
+    from lightning.pytorch import Callback
+    def save(place):
+        Path("saved " + place).touch()
+    class Saves(Callback):
+        def on_exception(self, *args): save("on_exception")
+        def on_train_end(self, *args): save("on_train_end")
+        def on_fit_end(self, *args): save("on_fit_end")
+        def teardown(self, *args): save("teardown")
+    atexit.register(save, "atexit")
+    settings["callbacks"] = [Saves()]
+    try:
+        Trainer(**settings).fit(Model(), loader)
+        save("behind fit")
+    except:
+        save("except")
+        raise
+    finally:
+        save("finally")
+"""
+HANDLERS = {"atexit", "behind fit", "finally", "on_fit_end", "on_train_end", "teardown"}
+
+
+def saved(tmp_path):
+    return {path.name.removeprefix("saved ") for path in tmp_path.glob("saved *")}
+
+
+@pytest.mark.parametrize(
+    "step", ["", "if batch_idx == 5: os.kill(os.getpid(), signal.SIGINT)"], ids=["report", "Ctrl-C"]
+)
+def test_a_script_that_is_ended_saves_nothing_in_its_handlers(step, tmp_path, capfd):
+    words = arguments(tmp_path, before=SAVES.strip(), step=step)
+    assert status_of_child(lambda: cli.main(words)) == (130 if step else 0)
+    # The script's callbacks hear of Ctrl-C before the Doctor does.
+    assert saved(tmp_path) == ({"on_exception"} if step else set())
+    assert "report in runs/doctor/doctor.txt" in capfd.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("train.py", "runs", "saved"))]
+
+
+@pytest.mark.slow
+def test_a_script_that_keeps_going_saves_and_is_said_to(tmp_path):
+    done = run_command(tmp_path, before=SAVES.strip(), options=KEEP)
+    assert done.returncode == 0, done.stderr
+    assert saved(tmp_path) == HANDLERS
+    assert "--keep-going: train.py runs to its own end, and the files that it writes are written" in done.stderr
 
 
 def run_command(tmp_path, **places):
@@ -184,15 +233,16 @@ def test_a_package_is_examined_as_by_python_m(tmp_path, capsys, monkeypatch):
     assert f"own/__main__.py:{LINE}" in told
 
 
-def test_a_run_that_is_too_short_for_a_report_goes_on_to_the_next(tmp_path, capsys):
+def test_a_run_that_is_too_short_for_a_report_goes_on_to_the_next(tmp_path, capfd):
     later = "Trainer(**settings).fit(Model(), loader); print('behind fit')"
     short = "Trainer(**{**settings, 'max_steps': 4}).fit(Model(), loader)"
-    assert cli.main(arguments(tmp_path, before=short, after=later)) == 0
+    words = arguments(tmp_path, before=short, after=later)
+    assert status_of_child(lambda: cli.main(words)) == 0
     reports = [
         json.loads((tmp_path / "runs" / "doctor" / f"{name}.json").read_text()) for name in ("doctor", "doctor-2")
     ]
     assert ["ended after 4 of the 6 steps" in each["short"] for each in reports] == [True, False]
-    assert "behind fit" not in capsys.readouterr().out
+    assert "behind fit" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["file", "file/within", "holds_a_folder"])
@@ -208,7 +258,7 @@ def test_a_place_that_cannot_hold_the_report_is_refused_before_the_script_runs(p
 
 @pytest.mark.filterwarnings("ignore:Doctor could not write its report")
 def test_a_full_disk_leaves_no_half_report_and_no_status_of_success(tmp_path, capsys):
-    words = arguments(tmp_path, options=["--out", "out"])
+    words = arguments(tmp_path, options=["--out", "out", *KEEP])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # less than the text takes
     try:
@@ -335,7 +385,9 @@ def test_reports_of_a_script_are_compared(tmp_path, capsys):
     steps = {"a": "time.sleep(0.05)", "b": "time.sleep(0.05)", "c": "time.sleep(0.1); self.mean = batch.mean().item()"}
     for name, step in steps.items():
         places = {"step": step, "before": "loader = DataLoader(torch.ones(80, 32), batch_size=4)"}
-        assert cli.main(arguments(tmp_path, options=["--timed", "8", "--out", str(tmp_path / name)], **places)) == 0
+        assert (
+            cli.main(arguments(tmp_path, options=[*KEEP, "--timed", "8", "--out", str(tmp_path / name)], **places)) == 0
+        )
     compare = ["doctor", "compare", str(tmp_path / "a")]
     assert cli.main([*compare, str(tmp_path / "b")]) == 0
     capsys.readouterr()
