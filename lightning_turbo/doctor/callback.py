@@ -11,11 +11,11 @@ from typing import Any
 from lightning_turbo._checks import check_switches
 from lightning_turbo._distributed import tell_first_rank
 from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_warn
+from lightning_turbo.doctor.ending import end_program
 from lightning_turbo.doctor.facts import Rank, check_steps
 from lightning_turbo.doctor.ranks import Laps, start_of_process
 from lightning_turbo.doctor.report import Report, as_text
 from lightning_turbo.doctor.rules import diagnose
-from lightning_turbo.doctor.script import end_program
 from lightning_turbo.doctor.session import Session
 from lightning_turbo.errors import TurboWarning
 

@@ -18,29 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from lightning_turbo.doctor.ending import ended_by
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import end_process
 
 if TYPE_CHECKING:  # the script chooses which copy of Lightning it imports
     from lightning_turbo._lightning import Callback
 
-__all__ = ["RANKS", "Ending", "check_script", "end_program", "make_callbacks", "run_program"]
+__all__ = ["RANKS", "Ending", "check_script", "make_callbacks", "run_program"]
 
 RANKS = "LIGHTNING_TURBO_DOCTOR"
 """The variable of the environment that has the steps of a ``Doctor`` for further ranks, as JSON."""
 INTERRUPTED = 130  # as shells do
 _factories: list[Callable[[], list[Callback]]] = []
-_runs: list[_Run] = []  # the one under way, if there is one
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A program that runs: what is called before ``end_program`` ends it, and what is taken away."""
-
-    at_end: Callable[[int], int]
-    put_in: ExitStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +79,10 @@ def run_program(
     with ExitStack() as put_in:
         put_in.enter_context(_add_callbacks(callbacks))
         put_in.enter_context(_as_main([script or program, *argv], str(folder)))
-        _runs.append(_Run(at_end, put_in))
-        put_in.callback(_runs.pop)
+        put_in.enter_context(ended_by(at_end, put_in))
         if module:
             return _end_of(lambda: runpy.run_module(program, run_name="__main__", alter_sys=True), "")
         return _end_of(lambda: runpy.run_path(script, run_name="__main__"), script)
-
-
-def end_program(status: int = 0) -> NoReturn:
-    """End the program that ``run_program`` runs, and with it this process, without the program's handlers.
-
-    Of the program, which was trained for some steps only, nothing runs any more: see ``measure.end_process``. Outside
-    of ``run_program`` this is ``end_process``.
-
-    Args:
-        status: The exit status of the process, unless the ``at_end`` of the run returns another one.
-    """
-    try:
-        for run in _runs[-1:]:
-            status = run.at_end(status)
-            run.put_in.close()
-    except BaseException:
-        # An error must not go on into the program, whose handlers would run.
-        traceback.print_exc()
-        status = status or 1
-    end_process(status)
 
 
 def check_script(path: Path) -> None:

@@ -34,7 +34,7 @@ from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import combined_loader, replace_strategy, supports_lean_loop
 from lightning_turbo.callbacks.fused_optimizers import can_fuse
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.doctor.script import end_program
+from lightning_turbo.doctor.ending import end_program
 from lightning_turbo.measure import Meter, huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
 from lightning_turbo.nn.memory_format import has_format

@@ -67,16 +67,19 @@ def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapp
             raise SkippedError(probe.refusal)
         error = error or probe.error
     if error is not None:
-        if any(type(each).__module__.startswith(TRACERS) for each in (error, error.__cause__)):
-            raise SkippedError("torch cannot trace this network; the log has its words.")
-        if _is_out_of_memory(error):
-            raise SkippedError(OUT_OF_MEMORY)
-        raise error
+        raise SkippedError(reason) if (reason := _why_skipped(error)) else error
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")
     used = next(each for each in made if each.facts)
     return {"facts": used.facts, "losses": [loss.item() for loss in used.losses], **used.numbers}
+
+
+def _why_skipped(error: BaseException) -> str:
+    """Return what to say of an error that is none of the script's; nothing for any other."""
+    if any(type(each).__module__.startswith(TRACERS) for each in (error, error.__cause__)):
+        return "torch cannot trace this network; the log has its words."
+    return OUT_OF_MEMORY if _is_out_of_memory(error) else ""
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -96,7 +96,7 @@ def _stays_alive(monkeypatch):
         if not isinstance(sys.exc_info()[1], Ended):
             raise Ended(status)
 
-    monkeypatch.setattr("lightning_turbo.doctor.script.end_process", end_process)
+    monkeypatch.setattr("lightning_turbo.doctor.ending.end_process", end_process)
 
 
 def run(program, *names, mode="step", steps=20, warmup=4, module=False, arguments=("--rate", "1"), batch_size=0):
