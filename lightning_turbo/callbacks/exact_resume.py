@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import inspect
 import random
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ from lightning_turbo._lightning import (
     set_sampler_epoch,
 )
 from lightning_turbo._random import same_random_numbers, set_generator_state, set_shared_state, shared_state
+from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import is_fitting, warn_of_open_window
 from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.data.loading.resume import ResumableOrder, count_from, length_of, used_samples, write_used_batches
@@ -35,21 +39,54 @@ __all__ = ["ExactResume", "attach_exact_resume"]
 KEY = "lightning_turbo.exact_resume"
 
 
-class _Restored(NamedTuple):
-    """What ``on_train_start`` needs of a checkpoint."""
+@dataclasses.dataclass(frozen=True)
+class _Restored:
+    """What ``on_train_start`` needs of a checkpoint.
 
-    # Both of the first two are true of a checkpoint from on_train_epoch_start of a later epoch.
-    over: bool  # the last batch of the epoch was used, as in a checkpoint from on_train_epoch_end
-    begins: bool  # the epoch is counted but has not begun, as in a checkpoint from on_train_epoch_start
-    used: int | None  # batches of the epoch that were used; None if a step may take several
-    loaders: list[Any]  # states of the training loaders
-    ranks: int  # how many the run had, 0 if the checkpoint does not tell
-    batch_sizes: list[int]  # of its training loaders, empty if the checkpoint does not tell
-    random: dict[str, Any] | None  # states of this rank's random generators, if the checkpoint has them
-    monitored: dict[str, Any] | None  # what schedulers wait for, if the checkpoint tells
-    counted: bool  # the logged step counts the last batch already, as after its last hook
-    reloaded: float | None  # epoch in which Lightning made the validation's loaders, if the checkpoint tells
-    plateaus: bool  # the epoch is over, and schedulers that wait for a value are not updated yet
+    Attributes:
+        over: Whether the last batch of the epoch was used, as in a checkpoint from ``on_train_epoch_end``.
+        begins: Whether an epoch is counted but has not begun, as in a checkpoint from ``on_train_epoch_start``. Of a
+            later epoch than the first, such a checkpoint is ``over`` too.
+        used: Batches of the epoch that were used; ``None`` if a step may take several.
+        loaders: The states of the training loaders.
+        ranks: How many ranks the run had, 0 if the checkpoint does not tell.
+        batch_sizes: Those of its training loaders, empty if the checkpoint does not tell.
+        random: The states of this rank's random generators, if the checkpoint has them.
+        monitored: The values that schedulers wait for, if the checkpoint tells.
+        counted: Whether the logged step counts the last batch already, as after its last hook.
+        reloaded: The epoch in which Lightning made the validation's loaders, if the checkpoint tells.
+        waits: What is over, ``"epoch"`` or ``"step"``, without the update after it of schedulers that wait for a value;
+            ``None`` if nothing is.
+        validation: What the next validation begins with.
+    """
+
+    over: bool
+    begins: bool
+    used: int | None
+    loaders: list[Any]
+    ranks: int
+    batch_sizes: list[int]
+    random: dict[str, Any] | None
+    monitored: dict[str, Any] | None
+    counted: bool
+    reloaded: float | None
+    waits: str | None
+    validation: _Validation
+
+
+@dataclasses.dataclass(frozen=True)
+class _Validation:
+    """A validation that a checkpoint was saved before or in.
+
+    Attributes:
+        due: Whether it has not ended though its training batch has: it is made, whole, before the next batch.
+        random: The states of the random generators at its beginning, if it had begun.
+        loaders: The states of its loaders as it began or, if none is due, as the next one finds them.
+    """
+
+    due: bool = False
+    random: dict[str, Any] | None = None
+    loaders: Sequence[Any] = ()
 
 
 class ExactResume(Callback):
@@ -91,14 +128,27 @@ class ExactResume(Callback):
         check_binding("ExactResume")
         self._restored: _Restored | None = None
         self._training = False
+        # A checkpoint was saved before the training began, as a search for a learning rate or a batch size does.
+        self._searches = False
+        self._begun = _Validation()  # as the latest validation of this run began
+        self._pending: _Validation | None = None  # as the first one of this run is to begin
+        self._is_validating = False
+        self._replaced: list[ReplacedMethod] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin a run."""
-        self._restored, self._training = None, False
+        self._end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End a run."""
-        self._restored, self._training = None, False
+        self._end()
+
+    def _end(self) -> None:
+        self._restored = None
+        self._training = self._searches = self._is_validating = False
+        self._begun, self._pending = _Validation(), None
+        while self._replaced:
+            self._replaced.pop().put_back()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of every rank."""
@@ -108,7 +158,10 @@ class ExactResume(Callback):
         own["counted"] = _is_counted(trainer)
         own["reloaded"] = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         own["monitored"], own["plateaus"] = _monitored(trainer), _plateaus_wait(trainer)
-        own["loaders"] = [_loop_state(checkpoint).get("combined_loader", [])]  # in a list, as in earlier checkpoints
+        own["loaders"] = _loop_state(checkpoint).get("combined_loader", [])
+        _leave_states_to_lightning(trainer, checkpoint)
+        own["validation"] = dataclasses.asdict(self._next_validation(trainer))
+        self._searches = _is_starting(trainer) and not self._training
         checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -117,37 +170,68 @@ class ExactResume(Callback):
         A checkpoint that is restored during a run, as Lightning's tuner does, or after it, is left to Lightning.
         """
         fit: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+        if self._searches:
+            # The search puts back what it saved at its beginning, also where this run goes on from a checkpoint.
+            self._searches, self._restored = False, None
+            return
         if self._training or not _is_starting(trainer) or "epoch_loop.batch_progress" not in fit:
             return
         warn_of_open_window(trainer, checkpoint)
-        (first, *_), random = checkpoint.get(KEY) or [{}], _take_states_of_rank(checkpoint)
+        (first, *_) = checkpoint.get(KEY) or [{}]
+        own, random = _states_of_rank(checkpoint)
         ranks = first.get("ranks", len(checkpoint.get(KEY, [])))
         # Lightning is to find none: it loads them where its loaders are set up after this, and drops them where they
         # were set up before. ``on_train_start`` loads them in both.
         loaders = fit["state_dict"].pop("combined_loader", [])
+        loaders = own.get("loaders", loaders)
         over, begins, used = _read_position(trainer, fit)
         counted = first.get("counted", False)
         write_used_batches(loaders, over=over, used=used)
-        validates = _resume_validation(fit)
-        over = over and not validates  # its loaders are at their end then, but the epoch is not over
+        validation = _Validation(**own.get("validation", {"due": _is_within_validation(fit)}))
+        if validation.due:
+            _begin_validation_again(fit)
+            over = False  # its loaders are at their end then, but the epoch is not over
+        waits = "epoch" if over and first.get("plateaus", False) else None
+        if not (over or validation.due) and _is_after_step(fit):
+            waits = "step"
         if over or begins:
             _complete_epoch(fit, counted)
         else:
             _reopen_epoch(fit)
             counted = _forget_step(fit) or counted
-        monitored, plateaus = first.get("monitored"), over and first.get("plateaus", False)
-        sizes, reloaded = first.get("batch_sizes", []), first.get("reloaded")
         self._restored = _Restored(
-            over, begins, used, loaders, ranks, sizes, random, monitored, counted, reloaded, plateaus
-        )  # fmt: skip
+            over=over,
+            begins=begins,
+            used=used,
+            loaders=loaders,
+            ranks=ranks,
+            batch_sizes=first.get("batch_sizes", []),
+            random=random,
+            monitored=first.get("monitored"),
+            counted=counted,
+            reloaded=first.get("reloaded"),
+            waits=waits,
+            validation=validation,
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
-        self._training = True
+        self._training, self._searches = True, False
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        self._replaced += [
+            ReplacedMethod(validation, "reset", functools.partial(self._reset_validation, trainer)),
+            ReplacedMethod(validation, "run", self._validate),
+        ]
         restored, self._restored = self._restored, None
         if restored is None:
             return
+        self._pending = restored.validation
         _correct_counters(trainer, restored)
+        if not (restored.over or restored.begins or restored.validation.due):
+            # Lightning would take the last batch of the checkpoint for one that a validation is due after, though that
+            # was made, and would count the step and update schedulers once more.
+            check = ReplacedMethod(trainer.fit_loop.epoch_loop, "_should_check_val_fx", lambda *_: check.put_back())
+            self._replaced.append(check)
         _restore_monitored(trainer, restored)
         _correct_reloading(trainer, restored)
         _correct_saves(trainer)
@@ -166,6 +250,41 @@ class ExactResume(Callback):
             said += _tell_of_random_states(restored.ranks)
         if said:
             rank_zero_info(f"turbo: {' '.join(said)}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the validation's loop as it was."""
+        while self._replaced:
+            self._replaced.pop().put_back()
+
+    def _validate(self, run: Callable[[], Any]) -> Any:
+        """Run a validation; until it has returned, a checkpoint is one of within it, also after an error."""
+        self._is_validating = True
+        outputs = run()
+        self._is_validating, self._pending = False, None
+        return outputs
+
+    def _reset_validation(self, trainer: Trainer, reset: Callable[[], None]) -> None:
+        """Reset the validation's loop, at which its loaders begin: note from where, or have them begin there again."""
+        device = trainer.strategy.root_device
+        loaders = _counting_loaders(trainer.fit_loop.epoch_loop.val_loop)
+        if self._pending is not None:
+            _load_whole_epochs(loaders, self._pending.loaders)
+            if self._pending.random is not None:
+                _set_random_states(device, self._pending.random)
+        self._begun = _Validation(random=_random_states(device), loaders=_states_of_whole_epochs(loaders))
+        reset()
+
+    def _next_validation(self, trainer: Trainer) -> _Validation:
+        """Return what a checkpoint tells of the validation that a run goes on with."""
+        loop = trainer.fit_loop.epoch_loop
+        if self._is_validating:
+            has_failed = error_under_way() is not None
+            if has_failed or _is_within_validation(trainer.fit_loop.state_dict()):
+                return dataclasses.replace(self._begun, due=True)
+        is_due = _validation_follows(trainer)
+        if self._pending is not None:
+            return dataclasses.replace(self._pending, due=self._pending.due or is_due)
+        return _Validation(due=is_due, loaders=_states_of_whole_epochs(_counting_loaders(loop.val_loop)))
 
 
 def attach_exact_resume(trainer: Any) -> None:
@@ -193,20 +312,42 @@ def _read_position(trainer: Any, fit: dict[str, Any]) -> tuple[bool, bool, int |
     return over, begins, None if _takes_loader(trainer.lightning_module) else used
 
 
-def _resume_validation(fit: dict[str, Any]) -> bool:
-    """Tell whether a validation was under way; Lightning then finishes it.
-
-    Lightning only finishes one that broke off within a step, so that any other has its counters set to such a place.
-    """
+def _is_within_validation(fit: dict[str, Any]) -> bool:
+    """Whether the counters of the fit loop are of a validation of which batches are left."""
     progress = fit["epoch_loop.val_loop.batch_progress"]
     current = progress["current"]
     is_finished = progress["is_last_batch"] and current["completed"] == current["ready"]
-    if current["ready"] == 0 or is_finished:
-        return False
-    for part in (progress["total"], current):
-        part["ready"] = part["started"] = part["completed"] + 1
-        part["processed"] = part["completed"]
-    return True
+    return current["ready"] > 0 and not is_finished
+
+
+def _is_after_step(fit: dict[str, Any]) -> bool:
+    """Whether the counters of the fit loop are of the hooks behind the step of a batch, as ``on_train_batch_end``."""
+    batch = fit["epoch_loop.batch_progress"]["current"]
+    return batch["ready"] == batch["processed"] == batch["completed"] + 1
+
+
+def _validation_follows(trainer: Any) -> bool:
+    """Whether the step of a batch was made, and a validation comes before the next one."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    # When a run is to stop, or after a time, a run that goes on from here does not validate.
+    by_batches = not trainer.should_stop and getattr(trainer, "_val_check_time_interval", None) is None
+    is_after_step = trainer.training and _is_after_step(trainer.fit_loop.state_dict())
+    return is_after_step and by_batches and fetcher is not None and loop._should_check_val_fx(fetcher)
+
+
+def _begin_validation_again(fit: dict[str, Any]) -> None:
+    """Set the counters in a checkpoint to a validation that broke off within its first batch: Lightning then makes it.
+
+    The batch before it counts as completed: what was left of it is logging.
+    """
+    for part in ("total", "current"):
+        batch = fit["epoch_loop.batch_progress"][part]
+        batch["completed"] = batch["processed"]
+    progress = fit["epoch_loop.val_loop.batch_progress"]
+    progress["is_last_batch"] = False
+    before = max(0, progress["total"]["completed"] - progress["current"]["completed"])
+    for part, completed in (("total", before), ("current", 0)):
+        progress[part].update(ready=completed + 1, started=completed + 1, processed=completed, completed=completed)
 
 
 def _has_ended(trainer: Any, epochs: dict[str, int]) -> bool:
@@ -261,9 +402,6 @@ def _correct_counters(trainer: Any, restored: _Restored) -> None:
         # With max_steps Lightning takes every checkpoint for one within an epoch.
         loop._restarting = loop._resuming_from_checkpoint = False
         loop.epoch_loop.restarting = False
-    elif restored.counted and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
-        # Lightning takes it for one from the end of that validation, and adds the step once more.
-        loop.epoch_loop._batches_that_stepped -= not loop.epoch_loop._should_accumulate()
 
 
 def _correct_saves(trainer: Any) -> None:
@@ -323,11 +461,12 @@ def _restore_monitored(trainer: Any, restored: _Restored) -> None:
     trainer.fit_loop._restarting = False
     trainer._logger_connector._callback_metrics.update(restored.monitored)
     names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
-    if restored.plateaus and names <= restored.monitored.keys():
+    if restored.waits is not None and names <= restored.monitored.keys():
         epochs = trainer.fit_loop.epoch_progress.current
-        epochs.completed -= 1  # a scheduler's frequency is counted by the epoch that is over
-        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        epochs.completed += 1
+        behind = restored.waits == "epoch"
+        epochs.completed -= behind  # a scheduler's frequency is counted by the epoch that is over
+        trainer.fit_loop.epoch_loop.update_lr_schedulers(restored.waits, update_plateau_schedulers=True)
+        epochs.completed += behind
 
 
 # Loaders
@@ -501,25 +640,63 @@ def _begins_an_epoch(loader: Any, state: Any) -> bool:
     return hasattr(loader, "set_epoch") or not isinstance(loader, torchdata)
 
 
+def _counting_loaders(loop: Any) -> list[PrefetchLoader[Any]]:
+    """Return the loaders of a loop that count their batches, so that no code of others is asked for a state."""
+    combined = loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    return [each for each in loaders if isinstance(each, PrefetchLoader) and each.counts_batches]
+
+
+def _states_of_whole_epochs(loaders: list[PrefetchLoader[Any]]) -> list[dict[str, Any]]:
+    """Return the states with which loaders begin their next epochs, whatever was used of the latest."""
+    with warnings.catch_warnings():
+        # Of generators in worker processes, which the state at a save tells.
+        warnings.simplefilter("ignore", TurboWarning)
+        states = [loader.state_dict() for loader in loaders]
+    write_used_batches(states, over=True)
+    return states
+
+
+def _load_whole_epochs(loaders: list[PrefetchLoader[Any]], states: Sequence[dict[str, Any]]) -> None:
+    """Have loaders begin their next epochs with these states, as far as they are of the same kind of loader."""
+    if len(loaders) == len(states):
+        for loader, state in zip(loaders, states, strict=True):
+            if loader.may_begin_with(state):
+                loader.load_state_dict(state)
+
+
 def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return where a checkpoint has the states of rank 0's training loaders."""
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
-def _take_states_of_rank(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Replace rank 0's loader states in a checkpoint by this rank's; return its random states, if there are any.
+def _leave_states_to_lightning(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Leave only those states where Lightning looks for them that it can load without this package.
+
+    It refuses to go on where a checkpoint has more of them than the run has loaders with a state.
+    """
+    states, loaders = _loop_state(checkpoint), _stateful(trainer.fit_loop._combined_loader)
+    kept = [
+        state
+        for loader, state in zip(loaders, states.pop("combined_loader", []), strict=True)
+        if not (isinstance(loader, PrefetchLoader) and loader.counts_batches and loader.was_plain)
+    ]
+    if kept:
+        states["combined_loader"] = kept
+
+
+def _states_of_rank(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return this rank's entry of a checkpoint, empty if there is none, and its random states, if there are any.
 
     A rank that the run did not have goes on with the loaders of rank 0, and with random states of its own.
     """
     ranks = checkpoint.get(KEY, [])
     rank, _ = rank_and_size()
     if not ranks:
-        return None
-    if rank >= len(ranks):
-        return _derive_random_states(ranks[0]["random"], rank)
-    if "combined_loader" in _loop_state(checkpoint):
-        _loop_state(checkpoint)["combined_loader"] = ranks[rank]["loaders"][0]
-    return ranks[rank]["random"]
+        return {}, None
+    if rank < len(ranks):
+        return ranks[rank], ranks[rank]["random"]
+    return ranks[0], _derive_random_states(ranks[0]["random"], rank)
 
 
 # Random generators

@@ -101,7 +101,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, hook, batches, tmp_pa
     if batches == 8 and "plain" in kind:
         pytest.skip("a plain DataLoader does not know its position in the middle of an epoch")
     path = tmp_path / "at.ckpt"
-    validates = 1.0 if hook == "on_validation_end" else 0  # from a last step Lightning leaves the validation out
+    validates = 1.0 if hook in ("on_validation_end", "on_train_batch_end") else 0
     whole, first = fit(kind, Save(path, batches, hook), limit_val_batches=validates)
     rest, second = fit(kind, ckpt=path, limit_val_batches=validates)
     assert second.losses == first.losses[batches:]
@@ -174,8 +174,6 @@ def fit_waiting(monitor, strategy, *callbacks, ckpt=None, **settings):
 def test_a_scheduler_that_waits_for_a_value_is_updated_once_in_each_epoch(hook, batches, monitor, tmp_path):
     path, settings = tmp_path / "at.ckpt", {}
     strategy = "auto" if batches == 12 else "turbo"
-    if (hook, batches) == ("on_train_batch_end", 12):  # from a last step the validation is left out
-        monitor, settings = "trained", {"limit_val_batches": 0}
     ends = {"max_epochs": 2} if hook == "on_train_end" else {}
     whole, *states = fit_waiting(monitor, strategy, **settings)
     fit_waiting(monitor, strategy, Save(path, batches, hook), **settings, **ends)
@@ -184,6 +182,40 @@ def test_a_scheduler_that_waits_for_a_value_is_updated_once_in_each_epoch(hook, 
     assert rest.losses == whole.losses[batches:]
     assert resumed[0] == states[0]
     assert resumed[1]["scheduler_progress"] == states[1]["scheduler_progress"]
+
+
+class WaitingForSteps(Waiting):
+    """Its rate is halved after so many steps without a better value."""
+
+    def configure_optimizers(self):
+        settings = super().configure_optimizers()
+        settings["lr_scheduler"] |= {"interval": "step", "frequency": 2, "strict": False}
+        return settings
+
+    def training_step(self, batch, index):
+        self.log("trained", batch.mean(), on_step=True, on_epoch=False)
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return Net.training_step(self, batch, index)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_end"])
+@pytest.mark.parametrize("batches", [3, 4, 8])
+@pytest.mark.parametrize("interval", [1.0, 2])
+def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, batches, hook, tmp_path):
+    path, runs = tmp_path / "at.ckpt", []
+    for ckpt in (None, path):
+        pl.seed_everything(0 if ckpt is None else 1, verbose=False)
+        model, saves = WaitingForSteps("trained"), [] if ckpt else [Save(path, batches, hook)]
+        run = trainer("turbo", *saves, val_check_interval=interval)
+        if ckpt is not None and not path.exists():
+            return  # that hook is not called there
+        run.fit(model, **plain(PrefetchLoader)(), ckpt_path=ckpt, **unpickling(True if ckpt else None))
+        runs.append((model, run.lr_scheduler_configs[0].scheduler.state_dict()))
+    (whole, end), (rest, resumed) = runs
+    assert len(set(whole.rates)) > 2
+    assert rest.rates == whole.rates[batches:]
+    assert rest.losses == whole.losses[batches:]
+    assert resumed == end
 
 
 @pytest.mark.parametrize("batches", [6, 8])
@@ -267,9 +299,15 @@ class AgainRate(LearningRateFinder):
 @pytest.mark.parametrize("search", [
     lambda: AgainSize(mode="power", steps_per_trial=2, init_val=2, max_trials=1),
     lambda: AgainRate(num_training_steps=3, early_stop_threshold=None),
-], ids=["batch size", "learning rate"])  # fmt: skip
+    lambda: BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=1),
+    lambda: BatchSizeFinder(mode="binsearch", steps_per_trial=2, init_val=2, max_trials=2),
+    lambda: LearningRateFinder(num_training_steps=3, early_stop_threshold=None),
+], ids=["batch size later", "learning rate later", "batch size", "batch size by halves", "learning rate"])  # fmt: skip
+@pytest.mark.parametrize("limit", [0, 1.0], ids=["", "with validation"])
 @pytest.mark.filterwarnings("ignore:.*")
-def test_a_search_in_the_middle_of_a_run_is_left_to_lightning(search):
+def test_a_search_is_left_to_lightning(search, limit):
+    """What Lightning saves at its beginning and restores at its end is no checkpoint that the run goes on from."""
+
     class Sized(pl.LightningDataModule):
         batch_size = 2
 
@@ -283,9 +321,9 @@ def test_a_search_in_the_middle_of_a_run_is_left_to_lightning(search):
     for strategy, callbacks in (("auto", ()), ("turbo", ()), ("auto", (ExactResume(),))):
         pl.seed_everything(0, verbose=False)
         model = Net()
-        run = trainer(strategy, *callbacks, search(), limit_val_batches=0)
+        run = trainer(strategy, *callbacks, search(), limit_val_batches=limit)
         run.fit(model, datamodule=Sized())
-        runs.append((model.losses, run.global_step))
+        runs.append((model.losses, run.global_step, run.fit_loop.epoch_loop._batches_that_stepped))
     assert runs[0] == runs[1] == runs[2]
 
 

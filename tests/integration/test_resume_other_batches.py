@@ -1,7 +1,6 @@
 """Counters, schedules and several loaders of a run that goes on with another batch size in one process."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo import ExactResume, Prefetch, PrefetchLoader, SeededSampler
+from lightning_turbo import ExactResume, Prefetch, SeededSampler
 from lightning_turbo.callbacks.exact_resume import KEY
 from lightning_turbo.errors import TurboWarning
-from tests.data.samples import Rows, Stream, take, values
+from tests.data.samples import Rows, Stream
 from tests.integration.anywhere_worker import Net, Stop
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
@@ -133,30 +132,6 @@ def test_torchdatas_loader_tells_in_numbers_what_another_batch_size_does(tmp_pat
     with pytest.warns(TurboWarning, match=said):
         seen, _ = fit(StatefulDataLoader(Rows(24), 4), ExactResume(), ckpt=tmp_path / "c")
     assert len([index for epoch, *_, parts in seen if epoch == 0 for index in parts["a"]]) == 24 - 6 - 6
-
-
-@pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")
-def test_a_checkpoint_of_before_samples_were_counted_goes_on():
-    """Of ``range(20)`` in shuffled batches of three, with ``ExactResume``, two batches into the second epoch."""
-    path = Path(__file__).parents[1] / "recorded/resume/earlier.ckpt"
-    model = Noting()
-    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = quiet_trainer(max_epochs=3, callbacks=[ExactResume()])
-    trainer.fit(model, PrefetchLoader(range(20), 3, shuffle=True), ckpt_path=path, **unpickling(True))
-    assert [parts["a"] for *_, parts in model.seen] == [
-        [16, 12, 5], [6, 19, 9], [2, 18, 1], [15, 11, 13], [8, 4],
-        [19, 11, 3], [5, 0, 14], [8, 1, 17], [7, 4, 16], [18, 2, 10], [6, 13, 9], [15, 12],
-    ]  # fmt: skip
-
-
-def test_a_stream_of_a_state_without_samples_goes_on():
-    loader, other = PrefetchLoader(Stream(), 3), PrefetchLoader(Stream(), 3)
-    iterator = iter(loader)
-    take(iterator, 2)
-    state = loader.state_dict()
-    del state["samples"]
-    other.load_state_dict(state)
-    assert values(other) == values(iterator)
 
 
 class Sized(Stream):

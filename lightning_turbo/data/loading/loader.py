@@ -191,6 +191,23 @@ class PrefetchLoader(DataLoader[T]):
         twin.follow(loader)
         return twin
 
+    @property
+    def counts_batches(self) -> bool:
+        """Whether the state is a count of batches, and not that of a class behind this one."""
+        return self._kind is not _Kind.OWN_STATE
+
+    @property
+    def was_plain(self) -> bool:
+        """Whether the loader that ``of`` made this one of has no state of its own."""
+        return hasattr(self, "_made_of") and self.counts_batches
+
+    def may_begin_with(self, state: dict[str, Any]) -> bool:
+        """Whether the next epoch can begin with a state of a whole one of a loader that may have been another."""
+        is_stream = self._kind is _Kind.STREAM
+        if is_stream or not self.counts_batches:
+            return is_stream == (state.get("samples") is not None and state["samples"]["ranks"] is None)
+        return len(state["own"]) in (0, len(cast(Any, self._index_sampler).generators))
+
     def follow(self, original: DataLoader[Any]) -> None:
         """Take over, at each ``iter()``, attributes that are set from now on on a loader that this one was made of.
 

@@ -1,0 +1,239 @@
+"""A validation that broke off, or that was due, is made whole by a run that is resumed, and what follows is equal."""
+
+import os
+import signal
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
+from tests.data.samples import seeded
+from tests.integration.noting import Save
+from tests.trainers import quiet_trainer
+from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
+    pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
+    pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning"),
+    pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning 2.6 finishes a validation that broke off"),
+]
+BATCHES = 4
+
+
+class Stop(Exception):
+    """Ends a run."""
+
+
+class SaveOnException(pl.Callback):
+    """Saves as Lightning's ``OnExceptionCheckpoint``, which a plain run would go on from by itself."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+class Rows(Dataset):
+    """Eight samples, one of which may be one that cannot be read; the dataset may draw, from its own generator too."""
+
+    def __init__(self, broken=None, rng=None, noise=False):
+        self.broken, self.rng, self.noise = broken, rng, noise
+
+    def __len__(self):
+        return 2 * BATCHES
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise Stop
+        own = 0.0 if self.rng is None else self.rng.random()
+        return torch.full((4,), float(index)) + own + (torch.rand(4) if self.noise else 0)
+
+
+class Net(pl.LightningModule):
+    """Fails in one hook of one validation, or sends itself a signal there."""
+
+    def __init__(self, fails="", at=0, validation=0, how=Stop):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
+        self.fails, self.at, self.validation, self.how = fails, at, validation, how
+        self.trained, self.validated, self.metrics = [], [], []
+        self.begun = -1
+
+    def fail(self, where, index=None):
+        if self.fails == where and self.at in (index, None) and self.begun == self.validation:
+            if self.how is Stop:
+                raise Stop
+            os.kill(os.getpid(), self.how)
+
+    def training_step(self, batch, index):
+        loss = self.net(batch).square().mean()
+        self.trained.append((self.current_epoch, index, batch[:, 0].tolist(), loss.item()))
+        return loss
+
+    def on_validation_start(self):
+        self.begun += not self.trainer.sanity_checking
+
+    def validation_step(self, batch, index, dataloader_idx=0):
+        self.fail("validation_step", index)
+        self.log("mean", batch.mean() + torch.rand(()), batch_size=len(batch))
+        self.validated.append((self.current_epoch, dataloader_idx, index, batch[:, 0].tolist()))
+
+    def on_validation_batch_end(self, outputs, batch, index, dataloader_idx=0):
+        self.fail("on_validation_batch_end", index)
+
+    def on_validation_epoch_end(self):
+        self.fail("on_validation_epoch_end")
+
+    def on_validation_end(self):
+        self.fail("on_validation_end")
+        if not self.trainer.sanity_checking:
+            values = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
+            self.metrics.append((self.global_step, values))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+VALIDATION = {
+    "in order": lambda broken: DataLoader(Rows(broken), 2),
+    "shuffled": lambda broken: DataLoader(Rows(broken), 2, shuffle=True),
+    "with a generator": lambda broken: PrefetchLoader(Rows(broken), 2, shuffle=True, generator=seeded(3)),
+    "whose dataset draws": lambda broken: PrefetchLoader(Rows(broken, np.random.default_rng(1), noise=True), 2),
+    "two of them": lambda broken: [DataLoader(Rows(), 4), DataLoader(Rows(broken), 2)],
+}
+
+
+def fit(net, folder, kind="in order", ckpt=None, broken=None, callbacks=(), seed=0, **settings):
+    pl.seed_everything(seed, verbose=False)
+    callbacks = [SaveOnException(folder / "stopped.ckpt"), *callbacks]
+    trainer = quiet_trainer(callbacks=callbacks, num_sanity_val_steps=0, **{"max_epochs": 3, **settings})
+    train = PrefetchLoader(Rows(), 2, shuffle=True)
+    trainer.fit(net, train, VALIDATION[kind](broken), ckpt_path=ckpt, **unpickling(False if ckpt else None))
+    return trainer
+
+
+HOW = {
+    "turbo": lambda: {"strategy": "turbo"},
+    "callback": lambda: {"callbacks": (ExactResume(),)},
+    "prefetch": lambda: {"callbacks": (Prefetch(),)},
+    "steps": lambda: {"strategy": "turbo", "max_steps": 12},
+}
+
+
+def check(kind, folder, how, *fails, by=Stop, **settings):
+    whole, first, rest = Net(), Net(*fails, how=by), Net()
+    broken = fails[1] if fails[0] == "dataset" else None
+    end = fit(whole, folder / "whole", kind, **HOW[how](), **settings)
+    with pytest.raises((Stop, SystemExit)):
+        fit(first, folder, kind, broken=broken, **HOW[how](), **settings)
+    trainer = fit(rest, folder / "rest", kind, folder / "stopped.ckpt", seed=1, **HOW[how](), **settings)
+    assert first.trained + rest.trained == whole.trained
+    done = len(first.metrics)
+    assert rest.metrics == whole.metrics[done:]
+    assert first.metrics == whole.metrics[:done]
+    assert rest.validated == whole.validated[len(whole.validated) - len(rest.validated) :]
+    assert trainer.global_step == end.global_step
+    steps = [each.fit_loop.epoch_loop._batches_that_stepped for each in (end, trainer)]
+    assert steps[0] == steps[1]
+
+
+PLACES = [
+    ("validation_step", 0, 0), ("validation_step", 3, 1), ("on_validation_batch_end", 3, 0),
+    ("on_validation_epoch_end", None, 1), ("on_validation_end", None, 0), ("dataset", 5, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("fails", PLACES, ids=lambda fails: fails[0])
+def test_an_error_in_a_validation_at_an_epochs_end(how, fails, tmp_path):
+    check("shuffled", tmp_path, how, *fails)
+
+
+@pytest.mark.parametrize("kind", VALIDATION)
+@pytest.mark.parametrize("fails", [PLACES[1], PLACES[2], PLACES[5]], ids=lambda fails: fails[0])
+def test_an_error_in_a_validation_in_the_middle_of_an_epoch(kind, fails, tmp_path):
+    check(kind, tmp_path, "turbo", *fails, val_check_interval=2)
+
+
+@pytest.mark.parametrize("kind", VALIDATION)
+def test_part_of_the_validation_data(kind, tmp_path):
+    check(kind, tmp_path, "prefetch", "validation_step", 1, 1, limit_val_batches=2, check_val_every_n_epoch=1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}], ids=["epoch", "middle"])
+@pytest.mark.parametrize("how", ["turbo", "prefetch"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_signal_in_a_validation(how, settings, at, tmp_path):
+    """Lightning raises behind the batch in which it came."""
+    check("shuffled", tmp_path, how, "validation_step", at, 1, by=signal.SIGTERM, **settings)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+def test_the_validation_is_made_after_an_epoch_of_other_batches(batch_size, tmp_path):
+    first, rest = Net("validation_step", 2, 0), Net()
+    with pytest.raises(Stop):
+        fit(first, tmp_path, callbacks=(ExactResume(),))
+    trainer = quiet_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[ExactResume()])
+    loaders = PrefetchLoader(Rows(), batch_size, shuffle=True), DataLoader(Rows(), 2)
+    trainer.fit(rest, *loaders, ckpt_path=tmp_path / "stopped.ckpt", **unpickling(False))
+    assert [each[:2] for each in rest.trained] == [(1, i) for i in range(2 * BATCHES // batch_size)]
+    assert [epoch for epoch, *_ in rest.validated] == [0] * BATCHES + [1] * BATCHES
+    assert trainer.global_step == BATCHES + len(rest.trained)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "whose dataset draws"])
+@pytest.mark.parametrize("how", ["turbo", "prefetch"])
+@pytest.mark.parametrize(("interval", "step"), [(2, 2), (2, 6), (1.0, 4), (1.0, 8)])
+def test_a_validation_that_was_due_is_made(kind, how, interval, step, tmp_path):
+    """Lightning's step saves are made between a step and the validation after it."""
+    settings = {"val_check_interval": interval, "max_epochs": 3}
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=step, save_top_k=-1)
+    whole, rest = Net(), Net()
+    how = HOW[how]()
+    callbacks = how.pop("callbacks", ())
+    fit(whole, tmp_path / "whole", kind, callbacks=(*callbacks, save), enable_checkpointing=True, **how, **settings)
+    ckpt = tmp_path / f"step={step}.ckpt"
+    fit(rest, tmp_path / "rest", kind, ckpt, seed=1, callbacks=callbacks, **how, **settings)
+    assert rest.metrics == [each for each in whole.metrics if each[0] >= step]
+    assert rest.trained == whole.trained[step:]
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end", "on_train_batch_end"])
+@pytest.mark.parametrize("kind", VALIDATION)
+def test_the_next_validation_goes_on_with_its_loaders(kind, hook, tmp_path):
+    """Their generators, and those of their datasets, stand where those of a run stand that was not stopped."""
+    whole, rest = Net(), Net()
+    settings = {"strategy": "turbo", "val_check_interval": 2}
+    batches = 5 if hook == "on_train_batch_end" else 4
+    fit(whole, tmp_path, kind, callbacks=(Prefetch(), Save(tmp_path / "at.ckpt", batches, hook)), **settings)
+    fit(rest, tmp_path, kind, tmp_path / "at.ckpt", seed=1, callbacks=(Prefetch(),), **settings)
+    assert rest.metrics
+    assert rest.metrics == whole.metrics[-len(rest.metrics) :]
+    assert rest.validated == whole.validated[-len(rest.validated) :]
+
+
+def test_other_validation_loaders_begin_as_new_ones(tmp_path):
+    """A state of validation loaders never keeps a run from going on."""
+    save = Save(tmp_path / "at.ckpt", 4, "on_train_epoch_end")
+    fit(Net(), tmp_path, "with a generator", callbacks=(save,), strategy="turbo")
+    for kind in ("in order", "two of them", "whose dataset draws"):
+        rest = Net()
+        fit(rest, tmp_path, kind, tmp_path / "at.ckpt", strategy="turbo", callbacks=(Prefetch(),))
+        assert len(rest.metrics) == 2
+
+
+def test_lightning_itself_finishes_as_many_batches(tmp_path):
+    with pytest.raises(Stop):
+        fit(Net("validation_step", 2, 1), tmp_path)
+    rest = Net()
+    fit(rest, tmp_path, ckpt=tmp_path / "stopped.ckpt", max_epochs=2)
+    assert [epoch for epoch, *_ in rest.validated] == [1, 1]
