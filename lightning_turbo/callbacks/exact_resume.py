@@ -177,42 +177,7 @@ class ExactResume(Callback):
         if self._training or not _is_starting(trainer) or "epoch_loop.batch_progress" not in fit:
             return
         warn_of_open_window(trainer, checkpoint)
-        (first, *_) = checkpoint.get(KEY) or [{}]
-        own, random = _states_of_rank(checkpoint)
-        ranks = first.get("ranks", len(checkpoint.get(KEY, [])))
-        # Lightning is to find none: it loads them where its loaders are set up after this, and drops them where they
-        # were set up before. ``on_train_start`` loads them in both.
-        loaders = fit["state_dict"].pop("combined_loader", [])
-        loaders = own.get("loaders", loaders)
-        over, begins, used = _read_position(trainer, fit)
-        counted = first.get("counted", False)
-        write_used_batches(loaders, over=over, used=used)
-        validation = _Validation(**own.get("validation", {"due": _is_within_validation(fit)}))
-        if validation.due:
-            _begin_validation_again(fit)
-            over = False  # its loaders are at their end then, but the epoch is not over
-        waits = "epoch" if over and first.get("plateaus", False) else None
-        if not (over or validation.due) and _is_after_step(fit):
-            waits = "step"
-        if over or begins:
-            _complete_epoch(fit, counted)
-        else:
-            _reopen_epoch(fit)
-            counted = _forget_step(fit) or counted
-        self._restored = _Restored(
-            over=over,
-            begins=begins,
-            used=used,
-            loaders=loaders,
-            ranks=ranks,
-            batch_sizes=first.get("batch_sizes", []),
-            random=random,
-            monitored=first.get("monitored"),
-            counted=counted,
-            reloaded=first.get("reloaded"),
-            waits=waits,
-            validation=validation,
-        )
+        self._restored = _restore_counters(trainer, checkpoint, fit)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
@@ -298,6 +263,45 @@ def _is_starting(trainer: Any) -> bool:
 
 
 # Position and counters
+
+
+def _restore_counters(trainer: Any, checkpoint: dict[str, Any], fit: dict[str, Any]) -> _Restored:
+    """Correct the counters in a checkpoint, and return what is restored when the training starts."""
+    (first, *_) = checkpoint.get(KEY) or [{}]
+    own, random = _states_of_rank(checkpoint)
+    # Lightning is to find none: it loads them where its loaders are set up after this, and drops them where they were
+    # set up before. ``on_train_start`` loads them in both.
+    loaders = fit["state_dict"].pop("combined_loader", [])
+    loaders = own.get("loaders", loaders)
+    over, begins, used = _read_position(trainer, fit)
+    counted = first.get("counted", False)
+    write_used_batches(loaders, over=over, used=used)
+    validation = _Validation(**own.get("validation", {"due": _is_within_validation(fit)}))
+    waits = "step" if _is_after_step(fit) and not (over or validation.due) else None
+    if validation.due:
+        _begin_validation_again(fit)
+        over = False  # its loaders are at their end then, but the epoch is not over
+    elif over and first.get("plateaus", False):
+        waits = "epoch"
+    if over or begins:
+        _complete_epoch(fit, counted)
+    else:
+        _reopen_epoch(fit)
+        counted = _forget_step(fit) or counted
+    return _Restored(
+        over=over,
+        begins=begins,
+        used=used,
+        loaders=loaders,
+        ranks=first.get("ranks", len(checkpoint.get(KEY, []))),
+        batch_sizes=first.get("batch_sizes", []),
+        random=random,
+        monitored=first.get("monitored"),
+        counted=counted,
+        reloaded=first.get("reloaded"),
+        waits=waits,
+        validation=validation,
+    )
 
 
 def _read_position(trainer: Any, fit: dict[str, Any]) -> tuple[bool, bool, int | None]:
