@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -167,53 +168,114 @@ class GeneratorWatch:
     """Tells which random generators are used inside a ``with``: global ones, and those that a dataset holds.
 
     A generator that is set for a sample and put back shows in no state afterwards. So the calling thread is traced, and
-    the states are compared line by line, for the first ``COMPARISONS`` lines of Python code. Under a debugger, which
-    traces too, they are compared at the end alone.
+    the states are compared at each line of Python code, when it is reached for the first and for the second time: a
+    line between the setting and the putting back finds other states than before. Events of calls would not do, because
+    NumPy's functions cause none. Under a debugger, which traces too, states are compared at the end alone.
+
+    Args:
+        held: Generators that the dataset holds, as ``generators_in`` returns them.
+        lines: How many lines are looked at; 0 for the states at the end alone. Whoever runs more of them counts as one
+            that may draw.
 
     Attributes:
         drew: What was drawn from, in words, after the ``with``; empty if nothing was.
+        found: The same as a clause, also of a batch that ran more lines than are looked at; empty if it drew nothing.
     """
 
-    COMPARISONS = 2000
+    LINES = 200_000
+    LINE_SECONDS = 2.5e-7  # what it takes to look at one
+    VISITS = 2  # at which the states are compared, for each line
 
-    def __init__(self, dataset: Any = None) -> None:
+    def __init__(self, held: Sequence[Any] = (), *, lines: int = LINES) -> None:
         self.drew: list[str] = []
-        self._generators = [] if dataset is None else generators_in(dataset)
+        self._held = held
         self._names: set[str] = set()  # of the global RNGs that were drawn from
-        self._left = self.COMPARISONS
+        self._left = lines
+        self._limit = lines
+        self._traces: dict[types.CodeType, Any] = {}  # what is called at the lines of each function
+
+    @property
+    def found(self) -> str:
+        """What was found out, as a clause."""
+        if self.drew:
+            return f"draws from {' and '.join(self.drew)}"
+        return "" if self._left >= 0 else f"runs more than {self._limit} lines of Python, so that a draw may go unseen"
 
     def __enter__(self) -> GeneratorWatch:
         self._before = shared_state()
-        self._own = [generator_state(each) for each in self._generators]
-        self._traces = sys.gettrace() is None
-        if self._traces:
-            sys.settrace(self._compare)
+        self._own = [generator_state(each) for each in self._held]
+        self._snapshot = _Snapshot()
+        self._is_tracing = self._left > 0 and sys.gettrace() is None
+        if self._is_tracing:
+            sys.settrace(self._enter_function)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._traces:
+        if self._is_tracing:
             sys.settrace(None)
         self._look()
         if self._names:
             names = sorted(self._names, key=NAMES.index)
             self.drew.append(f"the global RNG of {' and '.join(names)}, which the model may use too")
-        if not same_states(self._own, [generator_state(each) for each in self._generators]):
+        if not same_states(self._own, [generator_state(each) for each in self._held]):
             self.drew.append("a random generator that the dataset holds")
 
-    def _compare(self, frame: Any, *event: Any) -> Any:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] in QUIET and module != SEEDING:
-            return None  # what they set, the next line of the dataset's code shows
-        # To read the states at each line is slow, and where all of them are drawn from, nothing is left to find.
-        self._left -= 1
-        if self._left < 0 or len(self._names) == len(self._before):
-            sys.settrace(None)
-            return None
-        self._look()
-        return self._compare
+    def _enter_function(self, frame: Any, *event: Any) -> Any:
+        """Return what is to be called at the lines of a function; ``None`` if these are not looked at."""
+        code = frame.f_code
+        if code not in self._traces:
+            module = frame.f_globals.get("__name__", "")
+            is_quiet = module.partition(".")[0] in QUIET and module != SEEDING
+            # What quiet ones set, the next line of the dataset's code shows.
+            self._traces[code] = None if is_quiet else self._tracer()
+        return self._traces[code]
+
+    def _tracer(self) -> Any:
+        visits: dict[int, int] = {}
+
+        def trace(frame: Any, *event: Any) -> Any:
+            self._left -= 1
+            line = frame.f_lineno
+            count = visits.get(line, 0)
+            if count < self.VISITS:
+                visits[line] = count + 1
+                if not self._snapshot.holds():
+                    self._look()
+            # Where all of them are drawn from, nothing is left to find.
+            if self._left < 0 or len(self._names) == len(self._before):
+                sys.settrace(None)
+                return None
+            return trace
+
+        return trace
 
     def _look(self) -> None:
         self._names.update(changed_generators(self._before, shared_state()))
+
+
+class _Snapshot:
+    """The states of the global RNGs when it is made, which are compared with those of now in microseconds."""
+
+    MT19937_BYTES = 625 * 4  # 624 numbers, and the place among them
+
+    def __init__(self) -> None:
+        self._torch = torch_state()
+        self._python = random.getstate()
+        # Where NumPy keeps the numbers of its global generator, as it tells other compilers. A normal number that is
+        # left over is not among them, but there is a new one only where numbers were drawn.
+        generator = np.random.rand.__self__._bit_generator
+        is_known = type(generator) is np.random.MT19937
+        address = generator.ctypes.state_address if is_known else 0
+        self._memory = (ctypes.c_char * self.MT19937_BYTES).from_address(address) if is_known else None
+        self._numpy = self._read_numpy()
+
+    def _read_numpy(self) -> bytes:
+        return b"" if self._memory is None else self._memory.raw
+
+    def holds(self) -> bool:
+        """Whether the states are still the same."""
+        is_same = self._numpy == self._read_numpy() and torch.equal(self._torch, torch_state())
+        return is_same and random.getstate() == self._python
 
 
 def generators_in(owner: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_turbo.data.loading import prefetcher
+from lightning_turbo.data.loading import thread_policy
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def _fresh(tmp_path, monkeypatch):
     np.random.seed(0)
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefetcher, "MIN_BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

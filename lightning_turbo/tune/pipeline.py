@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_turbo import augment
-from lightning_turbo._random import GeneratorWatch
+from lightning_turbo._random import GeneratorWatch, generators_in
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.data import PackedDataset, PatchDataset, pack
 
@@ -125,7 +125,7 @@ def describe_packing(loader: Any) -> str:
 
 
 def _time_packing(dataset: Any, workers: int) -> str:
-    with GeneratorWatch(dataset) as watch:
+    with GeneratorWatch(generators_in(dataset)) as watch:
         dataset[0]
     if watch.drew:
         return "its samples draw random numbers; pack what comes before these, with cache_transforms()"

@@ -205,7 +205,7 @@ WAYS = {
 LEAVE = """
 import _thread, json, os, signal, sys, tempfile, threading, time, torch
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading import prefetcher
+from lightning_turbo.data.loading import thread_policy
 
 torch.multiprocessing.set_start_method("fork")  # a process of another kind has no class of a program behind -c
 
@@ -216,7 +216,7 @@ class Slow(torch.utils.data.Dataset):
         time.sleep(pause)
         return torch.randn(64, 64, generator=torch.Generator().manual_seed(index)) @ torch.ones(64, 64)
 
-pause, prefetcher.MIN_BATCH_SECONDS = 0.001, 0.0  # the loader gets a thread, fast as it is
+pause, thread_policy.MIN_BATCH_SECONDS = 0.001, 0.0  # the loader gets a thread, fast as it is
 for settings, code in json.loads(sys.argv[1]):
     said = tempfile.TemporaryFile()
     child = os.fork()

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
 
 from lightning_turbo.data import PackedDataset, PrefetchIterator, PrefetchLoader, pack, seed_samples
-from lightning_turbo.data.loading import prefetcher
-from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.data.loading import locks
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, seeded, take, values
 from tests.leftovers import prefetch_threads
 
@@ -199,12 +199,12 @@ def test_no_process_begins_with_a_lock_of_a_dataset_held():
 
 
 def test_what_blocks_for_ever_is_waited_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT", 0.05)
     release = threading.Event()
     stuck = iter(PrefetchLoader(Rows(8, lambda index: release.wait(10) if index == 4 else index), 2))
     take(stuck, 2)
     time.sleep(0.02)
-    with pytest.warns(prefetcher.TurboWarning, match="waited 0.05 s for the batch that another thread loads"):
+    with pytest.warns(TurboWarning, match="waited 0.05 s for the batch that another thread loads"):
         assert take(PrefetchLoader(range(4), 2), 1) == [[0, 1]]
     release.set()
     stuck.close()
@@ -307,7 +307,7 @@ class Forking(Rows):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_samples_that_fork_wait_for_no_lock(threads, monkeypatch):
     """A wait in vain would end in a warning, which is an error in tests."""
-    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 1.0)
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT", 1.0)
     batches = list(PrefetchLoader(Forking(8), batch_size=2, threads=threads))
     assert len(batches) == 4
 

@@ -30,7 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading import prefetcher
+from lightning_turbo.data.loading import background
 from lightning_turbo.data.loading.loader import with_workers
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, Stream, seeded, take, values
@@ -214,11 +214,11 @@ def test_a_thread_that_comes_back_late_leaves_those_of_the_next_epoch_alone(monk
             time.sleep(0.1)
         return index
 
-    monkeypatch.setattr(prefetcher, "JOIN_TIMEOUT", 0.05)
+    monkeypatch.setattr(background, "JOIN_TIMEOUT", 0.05)
     loader = PrefetchLoader(Rows(120, load), batch_size=6, threads=2)
     first = iter(loader)
     take(first, 2)
-    thread = first.thread.background
+    thread = first.background.thread
     while stalls:
         time.sleep(0.01)
     with pytest.warns(TurboWarning, match="still waits for the next"):

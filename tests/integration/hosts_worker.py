@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO
-from lightning_turbo.data.loading import prefetcher
+from lightning_turbo.data.loading import thread_policy
 from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 
-prefetcher.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
+thread_policy.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
 LEVELS = ("O0", "O2")
 EPOCHS, SAMPLES, JOINT = 2, 64, 8
 

@@ -22,13 +22,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO, TurboDDPStrategy
-from lightning_turbo.data.loading import prefetcher
+from lightning_turbo.data.loading import thread_policy
 from tests.data.samples import Rows, seeded
 from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-prefetcher.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
+thread_policy.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
 SAMPLES, BATCH, WINDOW = 96, 4, 2
 STEPS_OF_AN_EPOCH = SAMPLES // (2 * BATCH * WINDOW)
 

@@ -30,7 +30,7 @@ from lightning_turbo import (
     TurboDDPStrategy,
 )
 from lightning_turbo._distributed import gather_for_checkpoint
-from lightning_turbo.data.loading import prefetcher
+from lightning_turbo.data.loading import thread_policy
 from tests import registry, trainers
 from tests.integration import resuming
 from tests.integration.noting import gives
@@ -330,7 +330,7 @@ def lean(folder):
 
 def main():
     torch.set_num_threads(1)
-    prefetcher.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, fast as it is
+    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, fast as it is
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1])
     for job in sys.argv[2:]:

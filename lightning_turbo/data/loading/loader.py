@@ -14,26 +14,28 @@ from math import inf
 from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_turbo._checks import check_count
 from lightning_turbo._random import generator_state, generators_in, same_random_numbers, set_shared_state, shared_state
 from lightning_turbo.data.loading import streams
-from lightning_turbo.data.loading.prefetcher import TURNS, LoadingLock, LoadProfile, PrefetchIterator
+from lightning_turbo.data.loading.background import Background
+from lightning_turbo.data.loading.locks import TURNS, LoadingLock
+from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.data.loading.resume import (
     FRESH_STATE,
     Position,
     ResumableOrder,
     batches_before,
     describe,
-    end_workers,
     length_of,
     warn_of_gaps,
     wrong_kind,
 )
 from lightning_turbo.data.loading.source import stand_ins, standing_in
 from lightning_turbo.data.loading.spawned import check_workers_can_start
+from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 from lightning_turbo.data.loading.threads import ThreadedDataset
+from lightning_turbo.data.loading.torch_workers import end_workers, is_torchs_iterator
 from lightning_turbo.data.loading.whole_batches import has_whole_batches
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -249,7 +251,7 @@ class PrefetchLoader(DataLoader[T]):
         with contextlib.nullcontext() if self.num_workers or self.threads > 1 else TURNS:
             is_own = self._kind is _Kind.OWN_STATE
             epoch = self._begin_own() if is_own else self._begin_counted(run.loaded or FRESH_STATE)
-        run.live, run.thread, run.position = weakref.ref(epoch), epoch.thread, epoch.position
+        run.live, run.thread, run.position = weakref.ref(epoch), epoch.background, epoch.position
         return epoch
 
     def _begin_own(self) -> PrefetchIterator:
@@ -274,7 +276,7 @@ class PrefetchLoader(DataLoader[T]):
             if self._kind is _Kind.RUN_THROUGH:
                 _run_through(source, done - batches_before(state))
         # Where loading draws nothing, no generators were looked for, and ``go_on`` would miss them.
-        if self._profile.uses_rng is not False:
+        if self._profile.draws != "":
             position.go_on(state.get("held", ()))
         snapshot = streams.state_of(self, position.samples is not None) if is_stream else None
         return self._make_iterator(source, position, snapshot=snapshot)
@@ -282,7 +284,7 @@ class PrefetchLoader(DataLoader[T]):
     def _generators_of_dataset(self) -> list[Any]:
         """The random generators that the dataset holds, if it is loaded in this process and may draw from them."""
         of_samples = isinstance(self.dataset, SeededDataset)  # and set for each of them
-        return [] if self.num_workers or of_samples or self._profile.uses_rng is False else generators_in(self.dataset)
+        return [] if self.num_workers or of_samples or self._profile.draws == "" else generators_in(self.dataset)
 
     def _begin_order(self, state: dict[str, Any], position: Position) -> Any:
         order: Any = self._index_sampler
@@ -321,7 +323,7 @@ class PrefetchLoader(DataLoader[T]):
         """Return torch's iterator over the batches, or that of the class behind this one."""
         if self._kind is not _Kind.INDICES:
             source = cast(Any, super()).__iter__()
-            return source if isinstance(source, _BaseDataLoaderIter) else self._taking_over(source)
+            return source if is_torchs_iterator(source) else self._taking_over(source)
         run = self._run
         if self.threads > 1:
             # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
@@ -331,24 +333,25 @@ class PrefetchLoader(DataLoader[T]):
         with standing_in(self, given) if given else contextlib.nullcontext():
             return cast(Any, super()).__iter__()
 
-    def _make_iterator(self, source: Any, position: Position, **settings: Any) -> PrefetchIterator:
+    def _make_iterator(
+        self, source: Any, position: Position, snapshot: Callable[[], Any] | None = None
+    ) -> PrefetchIterator:
         run, threaded = self._run, self._run.threaded
         limit = inf if run.limit is None else run.limit() - position.consumed
         if self.persistent_workers and run.limit is None:
             limit = 0  # no thread, see the note in the docstring of this class
         workers = None if self.persistent_workers else source  # that end with this epoch
-        return PrefetchIterator(
-            source,
+        lock = LoadingLock() if threaded and not self.num_workers else TURNS
+        on_close = functools.partial(_leave, workers, run.order, threaded, position)
+        background = Background(source, lock, limit, snapshot, on_close)
+        is_seeded = isinstance(self.dataset, SeededDataset)
+        return PrefetchIterator._of_loader(
+            background,
+            ThreadPolicy(self._profile, has_workers=background.has_workers, is_seeded=is_seeded),
+            position,
             prefetch_batches=self.prefetch_batches,
             transfer=None if self.transfer is None or self.transfer.idle else self.transfer,
             timeout=self.timeout,
-            limit=limit,
-            position=position,
-            profile=self._profile,
-            dataset=self.dataset,
-            lock=LoadingLock() if threaded and not self.num_workers else TURNS,
-            on_close=functools.partial(_leave, workers, run.order, threaded, position),
-            **settings,
         )
 
     def limit_batches(self, limit: Callable[[], float] | None) -> None:

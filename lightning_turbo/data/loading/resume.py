@@ -35,7 +35,7 @@ from lightning_turbo.data.orders.sharding import Dealing, draw_order, refuse
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "FRESH_STATE", "Counters", "Position", "ResumableOrder", "batches_before", "count_from", "describe", "end_workers",
+    "FRESH_STATE", "Counters", "Position", "ResumableOrder", "batches_before", "count_from", "describe",
     "generators_of", "length_of", "used_samples", "warn_of_gaps", "write_used_batches", "wrong_kind",
 ]  # fmt: skip
 
@@ -128,13 +128,6 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError, ValueError, AttributeError):
         return None
-
-
-def end_workers(source: Any) -> None:
-    """End the worker processes of an iterator, if it has any."""
-    end = getattr(source, "_shutdown_workers", None)
-    if end is not None:
-        end()
 
 
 class _NextOrder(NamedTuple):

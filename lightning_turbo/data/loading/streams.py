@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_turbo.data.loading.resume import Position, used_samples
+from lightning_turbo.data.loading.torch_workers import samples_of_stream
 from lightning_turbo.data.orders.sharding import refuse
 from lightning_turbo.errors import TurboWarning
 
@@ -110,8 +111,8 @@ def restore(loader: Any, state: dict[str, Any], position: Position) -> int | Non
 def skip_samples(source: Any, state: dict[str, Any]) -> int:
     """Leave out the samples of torch's iterator that were used in other batches, and return how many those count."""
     at = (state.get("samples") or {}).get("at")
-    fetcher = getattr(source, "_dataset_fetcher", None)  # which worker processes have, each its own
-    if at is None or fetcher is None:
+    samples = samples_of_stream(source)
+    if at is None or samples is None:
         return 0
-    next(itertools.islice(fetcher.dataset_iter, at["samples"], at["samples"]), None)
+    next(itertools.islice(samples, at["samples"], at["samples"]), None)
     return at["batches"]

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
 
 import torch
 from torch.autograd.grad_mode import inference_mode
 
-__all__ = ["ThreadState"]
+__all__ = ["ThreadState", "tell_of_thread"]
+
+_NOTE = (
+    "This was loaded in a background thread, as prefetching does. What belongs to the thread that made it does not "
+    "work there: a database connection, an event loop, a signal handler, values of threading.local. Make it in "
+    "__getitem__, once for each thread, or pass num_workers=1, so that a process loads in its main thread."
+)
 
 _here = threading.local()
 
@@ -53,3 +60,17 @@ class ThreadState:
 
 def _default_device() -> torch.device:
     return torch.empty(0).device  # torch 2.6's get_default_device() does not see ``with torch.device(...)``
+
+
+def tell_of_thread(error: BaseException | None) -> None:
+    """Have an error say that it was raised in a background thread, once: in a note or, before Python 3.11, in its text.
+
+    An interrupt and the end of a source are left as they are.
+    """
+    if not isinstance(error, Exception) or isinstance(error, StopIteration):
+        return
+    if sys.version_info >= (3, 11):
+        if _NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_NOTE)
+    elif error.args and isinstance(error.args[0], str) and _NOTE not in error.args[0]:
+        error.args = (f"{error.args[0]}\n{_NOTE}", *error.args[1:])

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from lightning_turbo._random import GeneratorWatch
-from lightning_turbo.data.loading.prefetcher import load_in_this_thread
-from lightning_turbo.data.loading.thread_state import ThreadState
+from lightning_turbo._random import GeneratorWatch, generators_in
+from lightning_turbo.data.loading.locks import load_in_this_thread
+from lightning_turbo.data.loading.thread_state import ThreadState, tell_of_thread
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["ThreadedDataset"]
@@ -20,10 +20,11 @@ __all__ = ["ThreadedDataset"]
 class ThreadedDataset:
     """A dataset whose batches are loaded by several threads, a sample each. All else is the dataset's own.
 
-    The first two batches are loaded by the calling thread alone. If that draws from the global RNGs, or from a
-    generator that the dataset holds, so are all others: in several threads the numbers would depend on timing. Each
-    worker process finds that out for itself. The threads start with the third batch, and end with ``close``, after an
-    error (whoever keeps the error keeps this object), and with the process; a forked child starts threads of its own.
+    The first two batches are loaded by the calling thread alone, and watched: the first line by line, the second by the
+    states before and after it. If they draw from the global RNGs, or from a generator that the dataset holds, so are
+    all others: in several threads the numbers would depend on timing. Each worker process finds that out for itself.
+    The threads start with the third batch, and end with ``close``, after an error (whoever keeps the error keeps this
+    object), and with the process; a forked child starts threads of its own.
     """
 
     def __init__(self, dataset: Any, threads: int) -> None:
@@ -32,16 +33,16 @@ class ThreadedDataset:
         object.__setattr__(self, "_threads", threads)
         object.__setattr__(self, "_pool", None)
         object.__setattr__(self, "_process", None)  # that started the threads
-        object.__setattr__(self, "_is_alone", False)
-        object.__setattr__(self, "_looks", 2)  # batches that are still looked at; a loader decides at its second one
+        object.__setattr__(self, "_watched", 0)  # batches
+        object.__setattr__(self, "_draws", False)
 
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index]
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        if self._is_alone:
+        if self._draws:
             return [self._dataset[index] for index in indices]
-        if self._looks:
+        if self._watched < 2:
             return self._load_watched(indices)
         if self._pool is None or self._process != os.getpid():
             settings = {"initializer": _enter, "initargs": (ThreadState(),)}
@@ -50,21 +51,25 @@ class ThreadedDataset:
             object.__setattr__(self, "_process", os.getpid())
         pool: Any = self._pool
         try:
-            return list(pool.map(self._dataset.__getitem__, indices))
-        except BaseException:
+            # Not by the pool's map(), in which a StopIteration of a sample would become another error.
+            loading = [pool.submit(self._dataset.__getitem__, index) for index in indices]
+            return [each.result() for each in loading]
+        except BaseException as error:
             self.close()
+            tell_of_thread(error)
             raise
 
     def _load_watched(self, indices: Any) -> list[Any]:
-        with GeneratorWatch(self._dataset) as watch:
+        lines = 0 if self._watched else GeneratorWatch.LINES
+        with GeneratorWatch(generators_in(self._dataset), lines=lines) as watch:
             samples = [self._dataset[index] for index in indices]
-        object.__setattr__(self, "_is_alone", bool(watch.drew))
-        object.__setattr__(self, "_looks", self._looks - 1)
-        if watch.drew and get_worker_info() is not None:  # in the process itself, the loader tells of it
+        object.__setattr__(self, "_draws", bool(watch.found))
+        object.__setattr__(self, "_watched", self._watched + 1)
+        if watch.found and get_worker_info() is not None:  # in the process itself, the loader tells of it
             warnings.warn(
-                f"Loading draws from {' and '.join(watch.drew)}: in several threads the numbers would depend on "
-                f"timing, whatever the seed. One thread loads instead of threads={self._threads}. Derive the random "
-                "numbers of a sample from its index, or use more worker processes.",
+                f"Loading {watch.found}: in several threads the numbers would depend on timing, whatever the seed. One "
+                f"thread loads instead of threads={self._threads}. Derive the random numbers of a sample from its "
+                "index, or use more worker processes.",
                 NoEffectWarning,
                 stacklevel=2,
             )

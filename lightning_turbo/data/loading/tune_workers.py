@@ -14,8 +14,9 @@ from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
 from lightning_turbo._random import generators_in, same_random_numbers
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.loading.resume import end_workers, generators_of
+from lightning_turbo.data.loading.resume import generators_of
 from lightning_turbo.data.loading.spawned import error_of, start_method
+from lightning_turbo.data.loading.torch_workers import end_workers, is_timeout
 
 __all__ = ["WorkerTuning", "tune_workers", "why_not_processes"]
 
@@ -150,8 +151,7 @@ def _measure(make_loader: Any, step: Callable[[Any], Any], end: float, parts: in
             try:
                 batch = next(batches)
             except Exception as error:  # whatever a dataset raises
-                late = isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out after")
-                return LATE if late else f"{type(error).__name__}: {error}".splitlines()[0]
+                return LATE if is_timeout(error) else f"{type(error).__name__}: {error}".splitlines()[0]
             loaded = time.monotonic() - began
             if not times:
                 step(batch)  # memory that was shared at the fork of the workers is copied at the first writing

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_turbo._checks import expect
-from lightning_turbo._random import GeneratorWatch, same_random_numbers
+from lightning_turbo._random import GeneratorWatch, generators_in, same_random_numbers
 from lightning_turbo.data.folders import list_files
 from lightning_turbo.data.packed.packing import Packing, Progress, digest_of, digest_of_sample, stamp_of
 from lightning_turbo.errors import TurboWarning
@@ -141,7 +141,7 @@ def _is_plain(value: Any) -> bool:
 
 def _check_sample_is_the_same(dataset: Any) -> None:
     """Refuse a dataset whose first sample is another one each time."""
-    with GeneratorWatch(dataset) as watch:
+    with GeneratorWatch(generators_in(dataset)) as watch:
         first = digest_of_sample(dataset, 0)
     if not watch.drew:
         return

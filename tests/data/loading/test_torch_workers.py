@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader
-from lightning_turbo.data.loading import prefetcher
-from lightning_turbo.data.loading.prefetcher import JOIN_TIMEOUT
+from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.data.loading.background import JOIN_TIMEOUT
 from tests.collecting import collect_in_its_thread
 from tests.data.samples import Rows, take, values
 
@@ -75,16 +75,16 @@ def test_a_loader_is_closed_while_the_one_that_waits_takes_the_end_of_the_thread
     loader = PrefetchLoader(slow(), batch_size=2)
     iterator = iter(loader)
     take(iterator, 3)
-    thread = iterator.thread
-    join = thread.background.join
+    background = iterator.background
+    join = background.thread.join
 
     def join_beside_get(timeout=None):
         join(timeout)
-        thread.background = None  # as ``get`` does
+        background.thread = None  # as ``get`` does
 
-    monkeypatch.setattr(thread.background, "join", join_beside_get)
+    monkeypatch.setattr(background.thread, "join", join_beside_get)
     loader.close()
-    assert thread.background is None
+    assert background.thread is None
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ class WithoutPinning(LeavesOut):
 
 
 def test_a_thread_of_torch_that_died_is_told(monkeypatch):
-    monkeypatch.setattr(prefetcher, "MIN_BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
     iterator = PrefetchIterator(WithoutPinning())
     assert [next(iterator) for _ in range(2)] == [1, 2]
     with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly"):

@@ -19,8 +19,10 @@ from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo import _random
 from lightning_turbo.data import PrefetchIterator, PrefetchLoader
-from lightning_turbo.data.loading import prefetcher
-from lightning_turbo.data.loading.prefetcher import LoadProfile
+from lightning_turbo.data.loading import background, locks, thread_policy
+from lightning_turbo.data.loading.background import Background
+from lightning_turbo.data.loading.resume import Position
+from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 from lightning_turbo.data.loading.thread_state import ThreadState
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, holds_in_a_fork
@@ -33,11 +35,13 @@ def counting(made, end=10**9):
         yield n
 
 
-def for_a_thread():
-    """The profile of a source that was found to be one for a thread."""
+def for_a_thread(source, prefetch_batches=8, timeout=0, **settings):
+    """An iterator over a source that was found to be one for a thread, as a loader makes it for its second epoch."""
     profile = LoadProfile()
-    profile.uses_rng = False
-    return profile
+    profile.draws = ""
+    profile.is_watched = True
+    parts = Background(source, **settings), ThreadPolicy(profile), Position()
+    return PrefetchIterator._of_loader(*parts, prefetch_batches=prefetch_batches, transfer=None, timeout=timeout)
 
 
 class Stalling:
@@ -55,7 +59,7 @@ class Stalling:
 
 
 def test_what_loads_fast_is_loaded_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(prefetcher, "MIN_BATCH_SECONDS", 60.0)
+    monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 60.0)
     who = []
     iterator = PrefetchIterator(who.append(threading.current_thread()) or n for n in range(20))
     assert not iterator.ready()  # nobody knows yet
@@ -93,7 +97,7 @@ def test_keeps_so_many_ready_and_not_more(depth):
 
 def test_no_more_is_taken_ahead_than_the_limit():
     taken = []
-    iterator = PrefetchIterator(counting(taken, 20), prefetch_batches=8, limit=6)
+    iterator = for_a_thread(counting(taken, 20), limit=6)
     assert [next(iterator) for _ in range(3)] == [0, 1, 2]
     wait_until(lambda: len(taken) == 6)
     assert [next(iterator) for _ in range(3)] == [3, 4, 5]
@@ -133,16 +137,16 @@ def test_an_iterator_that_its_own_thread_collects_ends():
                 holder.clear()  # the last reference goes here, in a thread that the end would wait for
             yield n
 
-    holder = [PrefetchIterator(source(), prefetch_batches=2, profile=for_a_thread())]
+    holder = [for_a_thread(source(), prefetch_batches=2)]
     assert [next(holder[0]), next(holder[0])] == [0, 1]
     started.set()
     wait_until(lambda: not holder and not prefetch_threads())
 
 
 def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
-    monkeypatch.setattr(prefetcher, "JOIN_TIMEOUT", 0.05)
+    monkeypatch.setattr(background, "JOIN_TIMEOUT", 0.05)
     source, disposed = Stalling(2), []
-    iterator = PrefetchIterator(source.items(), profile=for_a_thread(), on_close=lambda: disposed.append(1))
+    iterator = for_a_thread(source.items(), on_close=lambda: disposed.append(1))
     assert [next(iterator), next(iterator)] == [0, 1]
     thread = prefetch_threads()[0]
     assert source.entered.wait(30)
@@ -159,7 +163,7 @@ def test_a_thread_that_is_stuck_is_reported_and_ends_later(monkeypatch):
 def test_a_timeout_counts_from_when_an_item_is_asked_for(seconds):
     """A load that is hidden behind a long step is no timeout, as with a plain loader."""
     source = Stalling(2)
-    iterator = PrefetchIterator(source.items(), profile=for_a_thread(), timeout=seconds)
+    iterator = for_a_thread(source.items(), timeout=seconds)
     assert [next(iterator), next(iterator)] == [0, 1]
     if seconds < 1:
         with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.4 seconds"):
@@ -239,8 +243,8 @@ def test_errors_of_a_stage_come_at_their_item_and_the_rest_follows(error):
             raise error
         return item
 
-    iterator = PrefetchIterator(iter(range(12)), profile=for_a_thread())
-    iterator.thread.stages = [stage]
+    iterator = for_a_thread(iter(range(12)))
+    iterator.background.stages = [stage]
     got = []
     while not iterator.position.ended:
         try:
@@ -273,8 +277,8 @@ def test_an_error_keeps_nothing_alive(place):
 
     source = Source()
     seen = weakref.ref(source)
-    iterator = PrefetchIterator(source, profile=for_a_thread())
-    iterator.thread.stages = [source.stage]
+    iterator = for_a_thread(source)
+    iterator.background.stages = [source.stage]
     del source
     gc.disable()
     try:
@@ -308,7 +312,7 @@ def test_the_callers_modes_reach_the_thread(context):
     variable.set("mine")
     with context():
         here = modes()
-        got = list(PrefetchIterator((modes() for _ in range(6)), profile=for_a_thread()))
+        got = list(for_a_thread(modes() for _ in range(6)))
     assert got == [here] * 6
     assert here != modes()
 
@@ -370,21 +374,21 @@ def test_an_interrupt_while_the_thread_is_started_leaves_none_that_takes_items(m
 @pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
 def test_an_interrupt_at_any_line_of_the_second_batch_leaves_no_lock_held(monkeypatch):
     """Where the lines of the batch are traced, an interrupt comes between two of them."""
-    look, left = _random.GeneratorWatch._look, 0
+    holds, left = _random._Snapshot.holds, 0
 
     def interrupted(self):
         nonlocal left
         left -= 1
         if not left:
             raise KeyboardInterrupt
-        look(self)
+        return holds(self)
 
     def is_free():
-        with prefetcher.TURNS:  # a warning, if that has to wait, is an error
+        with locks.TURNS:  # a warning, if that has to wait, is an error
             free.append(True)
 
-    monkeypatch.setattr(_random.GeneratorWatch, "_look", interrupted)
-    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 0.5)
+    monkeypatch.setattr(_random._Snapshot, "holds", interrupted)
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT", 0.5)
     for places in itertools.count(1):
         iterator, free, left = PrefetchIterator(counting([], 4)), [], places
         try:
@@ -395,7 +399,7 @@ def test_an_interrupt_at_any_line_of_the_second_batch_leaves_no_lock_held(monkey
             asking.start()
             asking.join()
             assert free, places
-            assert not prefetcher.is_loading()
+            assert not locks.is_loading()
     assert places > 3
 
 
@@ -440,11 +444,11 @@ def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_loc
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 def test_a_fork_waits_for_a_load_that_reads_a_state(monkeypatch):
     """As of a sampler with a generator. The load waits for nothing that the fork holds."""
-    monkeypatch.setattr(prefetcher, "LOCK_TIMEOUT", 2.0)
+    monkeypatch.setattr(locks, "LOCK_TIMEOUT", 2.0)
     inside, done = threading.Event(), threading.Event()
 
     def load():
-        with prefetcher.TURNS:
+        with locks.TURNS:
             inside.set()
             time.sleep(0.2)
             _random.torch_state()
