@@ -20,10 +20,12 @@ import torch
 
 __all__ = [
     "GeneratorWatch",
+    "attributes_of",
     "changed_generators",
     "generator_state",
     "generators_at",
     "generators_in",
+    "is_a",
     "parts_in",
     "same_random_numbers",
     "same_states",
@@ -290,7 +292,8 @@ def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -
     """Return the parts of an object and theirs, nearest first: what it refers to, but for the items of long containers.
 
     Data are left out, and containers of many items: a list of a million files is not looked at. What is a generator, or
-    whole by ``is_whole``, is not looked into.
+    whole by ``is_whole``, is not looked into. No part is asked for anything that its class may answer by code of its
+    own: a proxy whose object is gone raises an error, and a lazy connection opens.
     """
     seen: dict[int, Any] = {}  # the objects themselves, because one that is gone leaves its id to another
     # Level by level, and not into whatever comes first: states are saved in this order, which has to be the same in a
@@ -298,15 +301,29 @@ def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -
     level = [owner]
     while level and len(seen) < MOST_OBJECTS:
         new = {id(part): part for each in level for part in _parts_of(each) if id(part) not in seen}
-        parts = {key: part for key, part in new.items() if not isinstance(part, DATA)}
+        parts = {key: part for key, part in new.items() if not is_a(part, DATA)}
         seen.update(parts)
-        level = [part for part in parts.values() if not (isinstance(part, GENERATORS) or is_whole(part))]
+        level = [part for part in parts.values() if not (is_a(part, GENERATORS) or is_whole(part))]
     return list(seen.values())
+
+
+def is_a(part: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether an object is of a class, by its type alone: ``isinstance`` asks a proxy for the class it pretends."""
+    return issubclass(type(part), kinds)
+
+
+def attributes_of(part: Any) -> dict[str, Any]:
+    """Return the attributes of an object as the interpreter keeps them, whatever its class says of ``__dict__``."""
+    for kind in type(part).__mro__:
+        descriptor = vars(kind).get("__dict__")
+        if type(descriptor) is types.GetSetDescriptorType:
+            return descriptor.__get__(part) or {}
+    return {}
 
 
 def _has_own_state(each: Any) -> bool:
     shared = (torch.default_generator, random.random.__self__, np.random.rand.__self__)
-    is_own = isinstance(each, GENERATORS) and not isinstance(each, random.SystemRandom)
+    is_own = is_a(each, GENERATORS) and not is_a(each, random.SystemRandom)
     return is_own and all(each is not one for one in shared)
 
 
@@ -319,11 +336,12 @@ def same_states(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _parts_of(each: Any) -> list[Any]:
-    if isinstance(each, CONTAINERS) and len(each) > MOST_PARTS:
+    # The length that the container has, not one that a class of its own computes.
+    if any(is_a(each, kind) and kind.__len__(each) > MOST_PARTS for kind in CONTAINERS):
         return []
-    if isinstance(each, types.FunctionType):  # its other parts lead to all that its module knows
+    if type(each) is types.FunctionType:  # its other parts lead to all that its module knows
         return [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]
     # Attributes first, however the interpreter keeps them: states are told apart by their order. Behind them what is in
     # slots, in a partial(), at a bound method.
-    attributes = getattr(each, "__dict__", {})
+    attributes = attributes_of(each)
     return [*attributes.values(), *(part for part in gc.get_referents(each) if part is not attributes)]

@@ -80,11 +80,16 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
-    """Seeds every generator and works in a temporary folder; every prefetching loader gets a thread, fast as it is."""
+    """Seeds every generator and works in a temporary folder."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def every_loader_has_a_thread(monkeypatch):
+    """Every prefetching loader gets a thread from its third batch on, fast as it is; users have one for slow loads."""
     monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
 
 

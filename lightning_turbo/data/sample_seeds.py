@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
 from lightning_turbo._checks import expect
-from lightning_turbo._random import GENERATORS, parts_in, same_random_numbers
+from lightning_turbo._random import GENERATORS, is_a, parts_in, same_random_numbers
 
 __all__ = [
     "EpochBatchSampler",
@@ -306,12 +306,12 @@ class Seeder:
 
 def _is_seeded(part: Any) -> bool:
     kind = type(part)
-    return isinstance(part, GENERATORS) or hasattr(kind, "set_random_seed") or hasattr(kind, "set_random_state")
+    return is_a(part, GENERATORS) or hasattr(kind, "set_random_seed") or hasattr(kind, "set_random_state")
 
 
 def _seeds_its_parts(part: Any) -> bool:
     """Whether seeding an object seeds what it holds: a transform does, as MONAI's ``Compose``, a dataset does not."""
-    return _is_seeded(part) and not isinstance(part, Dataset)
+    return _is_seeded(part) and not is_a(part, Dataset)
 
 
 def _seed(part: Any, seed: int) -> None:

@@ -2,10 +2,7 @@
 
 import contextlib
 import gc
-import os
 import random
-import select
-import signal
 import sys
 import threading
 import time
@@ -17,8 +14,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
 
 from lightning_turbo.data import PackedDataset, PrefetchIterator, PrefetchLoader, pack, seed_samples
-from lightning_turbo.data.loading import locks
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded, take, values
 from tests.leftovers import prefetch_threads
 
@@ -180,36 +176,6 @@ def test_worker_processes_load_seeded_samples_ahead_without_a_word(how):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-FORK = {"multiprocessing_context": "fork"}
-
-
-def test_no_process_begins_with_a_lock_of_a_dataset_held():
-    lock = threading.Lock()
-
-    def load(index):
-        with lock:
-            time.sleep(0.002)
-        return index
-
-    running = iter(PrefetchLoader(Rows(200, load), 2))
-    take(running, 2)
-    for _ in range(3):
-        assert values(DataLoader(Rows(4, load), 2, num_workers=1, timeout=20, **FORK)) == [[0, 1], [2, 3]]
-    running.close()
-
-
-def test_what_blocks_for_ever_is_waited_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(locks, "LOCK_TIMEOUT", 0.05)
-    release = threading.Event()
-    stuck = iter(PrefetchLoader(Rows(8, lambda index: release.wait(10) if index == 4 else index), 2))
-    take(stuck, 2)
-    time.sleep(0.02)
-    with pytest.warns(TurboWarning, match="waited 0.05 s for the batch that another thread loads"):
-        assert take(PrefetchLoader(range(4), 2), 1) == [[0, 1]]
-    release.set()
-    stuck.close()
-
-
 class Buckets(Sampler):
     """Knows its length only while it is iterated."""
 
@@ -288,30 +254,6 @@ def test_a_batch_takes_ten_calls_of_this_package_and_an_epoch_fifty():
     assert calls(lambda: iter(short)) <= 50
 
 
-class Forking(Rows):
-    """Starts a process for each sample, as a reader of a foreign format may."""
-
-    # filelock, which torch imports, refuses a fork beside another one since Python 3.12.
-    one_by_one = threading.Lock() if sys.version_info >= (3, 12) else contextlib.nullcontext()
-
-    def __getitem__(self, index):
-        with self.one_by_one:
-            child = os.fork()
-            if child == 0:
-                os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        return super().__getitem__(index)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_samples_that_fork_wait_for_no_lock(threads, monkeypatch):
-    """A wait in vain would end in a warning, which is an error in tests."""
-    monkeypatch.setattr(locks, "LOCK_TIMEOUT", 1.0)
-    batches = list(PrefetchLoader(Forking(8), batch_size=2, threads=threads))
-    assert len(batches) == 4
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
     gc.disable()
@@ -323,29 +265,6 @@ def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
         assert gone() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_child_iterates_the_loader_that_its_parent_iterates(threads):
-    loader = PrefetchLoader(Rows(12, lambda index: time.sleep(0.001) or index), 2, threads=threads)
-    iterator = iter(loader)
-    first = [next(iterator).tolist() for _ in range(4)]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, repr(values(loader)).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    answers, _, _ = select.select([read], [], [], 10)
-    if not answers:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(read) as answer:
-        assert answer.read() == repr(values(DataLoader(range(12), 2)))
-    assert first + [batch.tolist() for batch in iterator] == values(DataLoader(range(12), 2))
 
 
 def test_a_loader_in_a_thread_of_the_users_gives_the_same_batches_while_another_thread_draws():

@@ -21,9 +21,11 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._random import (
+    attributes_of,
     generator_state,
     generators_at,
     generators_in,
+    is_a,
     same_random_numbers,
     same_states,
     set_generator_state,
@@ -434,7 +436,7 @@ class Counters:
         return {
             (type(each).__name__, name): value
             for each in self._samplers
-            for name, value in getattr(each, "__dict__", {}).items()
+            for name, value in attributes_of(each).items()
             if type(value) is int
         }
 
@@ -472,14 +474,14 @@ def _is_torchs(sampler: Any) -> bool:
 def generators_of(generator: torch.Generator | None, sampler: Any) -> list[Any]:
     """Return the random generators that a loader and its samplers hold, those of the process not among them."""
     samplers = _samplers_in(sampler)
-    held = [generator, *(value for each in samplers for value in getattr(each, "__dict__", {}).values())]
+    held = [generator, *(value for each in samplers for value in attributes_of(each).values())]
     # The samplers themselves are looked at one by one, and generators of the data they are over are not theirs.
     parts = [each for each in held if not _is_data(each) and all(each is not known for known in samplers)]
     return generators_in(parts)
 
 
 def _is_data(each: Any) -> bool:
-    return isinstance(each, Dataset) or (hasattr(each, "__getitem__") and not isinstance(each, (dict, list, tuple)))
+    return is_a(each, Dataset) or (hasattr(type(each), "__getitem__") and not is_a(each, (dict, list, tuple)))
 
 
 def _samplers_in(sampler: Any) -> list[Any]:
@@ -491,8 +493,9 @@ def _samplers_in(sampler: Any) -> list[Any]:
         if each is None or any(each is known for known in found):
             continue
         found.append(each)
-        waiting += [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, Sampler)]
-        waiting += [getattr(each, "sampler", None), getattr(getattr(each, "dataset", None), "_sampler", None)]
+        held = attributes_of(each)
+        waiting += [value for value in held.values() if is_a(value, Sampler)]
+        waiting += [held.get("sampler"), attributes_of(held.get("dataset")).get("_sampler")]
     return found
 
 
