@@ -18,6 +18,7 @@ from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
 pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),

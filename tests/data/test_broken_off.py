@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
 from tests.data.samples import Lazy, Rows, saved, seeded, take, values
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 
 def lazily():
     return {"sampler": RandomSampler(range(20), True, 200, seeded(3))}

@@ -21,6 +21,8 @@ from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoa
 from tests.data.samples import Rows, holds_in_a_fork, seeded, take, values
 from tests.leftovers import nothing_is_left
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 ENDLESS = 10**6
 
 

@@ -18,6 +18,8 @@ from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded, take, values
 from tests.leftovers import prefetch_threads
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 
 @contextlib.contextmanager
 def numpy_seed(seed):
@@ -126,7 +128,7 @@ WITHOUT_CODE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:threads=2 has no effect here. PackedDataset loads a batch")
+@pytest.mark.filterwarnings("ignore:threads=2 has no effect here")
 @pytest.mark.parametrize("make", WITHOUT_CODE.values(), ids=WITHOUT_CODE)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_dataset_without_a_line_of_the_users_gives_a_plain_loaders_batches(make, threads):

@@ -35,7 +35,10 @@ from lightning_turbo.data.loading.loader import with_workers
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, Stream, seeded, take, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 
 
 def several(n):

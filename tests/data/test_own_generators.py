@@ -14,6 +14,8 @@ from lightning_turbo.data.loading.resume import write_used_batches
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, saved, seeded, take, values
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 MAKE = {
     "PCG64": lambda: np.random.default_rng(1), "Philox": lambda: np.random.Generator(np.random.Philox(1)),
     "SFC64": lambda: np.random.Generator(np.random.SFC64(1)), "MT19937": lambda: np.random.RandomState(1),

@@ -14,7 +14,10 @@ from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Stream, saved, seeded, take, values
 
 # torchdata calls a function of torch that is on its way out.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 
 
 class Both(PrefetchLoader, StatefulDataLoader):

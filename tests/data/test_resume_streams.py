@@ -11,6 +11,8 @@ from lightning_turbo.data.loading.resume import write_used_batches
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Stream, saved, seeded, take, values
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 
 class Placed(IterableDataset):
     """Keeps its place, and has another order in each pass, as torchdata asks of a stream with a state."""

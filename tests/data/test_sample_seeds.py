@@ -31,6 +31,8 @@ from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded
 from tests.integration.noting import Save, fit, gives
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 SEED, LENGTH = 7, 12
 GOLDEN = [3.0, 0.5156496, 0.6637135, 0.4652026, 0.4095555]
 

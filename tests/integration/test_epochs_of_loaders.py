@@ -17,6 +17,7 @@ from tests.integration.noting import EACH_STRATEGY, Noting, Numbers, Save, fit, 
 from tests.leftovers import wait_until
 
 pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),

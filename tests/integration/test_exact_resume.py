@@ -19,6 +19,7 @@ from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*"),
     pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning"),

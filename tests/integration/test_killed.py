@@ -19,6 +19,8 @@ from tests.integration.noting import Noting, Numbers, fit
 from tests.integration.resuming import assert_same
 from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end, start
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 WORKER = Path(__file__).with_name("killed_worker.py")
 PLACES = ("forward", "write", "backward", "prefetch", "place", "random")
 LEVELS = ("O1", "O2")

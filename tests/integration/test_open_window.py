@@ -14,6 +14,8 @@ from lightning_turbo.errors import TurboWarning
 from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 HALF = torch.float16
 
 

@@ -29,6 +29,7 @@ from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*You requested to overfit"),
     pytest.mark.filterwarnings("ignore:.*training_step. returned .None"),

@@ -12,7 +12,11 @@ from tests.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("anywhere_worker.py")
 RANKS = 2, 1, 2
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:Loading a batch draws")]
+pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:Loading a batch draws"),
+]
 
 
 def expected(case):

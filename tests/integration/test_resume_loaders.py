@@ -20,6 +20,7 @@ from tests.trainers import quiet_trainer
 from tests.versions import BEGINS_ONCE, unpickling
 
 pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
     pytest.mark.timeout(120),
     # torchdata calls a function of torch that is on its way out.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),

@@ -18,7 +18,10 @@ from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 # torchdata calls a function of torch that is on its way out.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 
 
 class Noting(Net):

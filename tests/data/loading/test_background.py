@@ -17,6 +17,8 @@ from tests.data.loading.iterators import Stalling, counting, for_a_thread
 from tests.data.samples import Rows
 from tests.leftovers import prefetch_threads, wait_until
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_keeps_so_many_ready_and_not_more(depth):

@@ -19,6 +19,8 @@ from lightning_turbo.errors import TurboWarning
 from tests.data.loading.iterators import counting
 from tests.data.samples import Rows, holds_in_a_fork, take, values
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
 def test_an_interrupt_at_any_line_of_the_second_batch_leaves_no_lock_held(monkeypatch):

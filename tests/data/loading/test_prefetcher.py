@@ -9,6 +9,8 @@ from lightning_turbo.data import PrefetchIterator
 from tests.data.loading.iterators import for_a_thread
 from tests.leftovers import prefetch_threads
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 
 @pytest.mark.parametrize("pauses", [(0.0, 0.0), (0.0, 0.003), (0.003, 0.0)])
 @pytest.mark.parametrize("length", [0, 1, 3, 30])

@@ -16,7 +16,10 @@ from lightning_turbo.data.loading.background import JOIN_TIMEOUT
 from tests.collecting import collect_in_its_thread
 from tests.data.samples import Rows, take, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 WORKERS = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
 ENDED = "worker processes of this iterator were ended before it was"
 

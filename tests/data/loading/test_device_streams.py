@@ -19,6 +19,8 @@ from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoade
 from lightning_turbo.data.loading import device
 from tests.data.samples import Lazy, seeded
 
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
 DEVICE = torch.device("cuda", 0)
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_turbo._pytree import move_batch, tensors_in
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, Normalize, PrefetchLoader
 from lightning_turbo.data.loading.prefetcher import PrefetchIterator
-from lightning_turbo.data.loading.resume import Position
 from lightning_turbo.errors import NoEffectWarning
+
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
 
 META = torch.device("meta")  # a second device that every machine has
 
@@ -141,7 +142,7 @@ class Lane(DeviceTransfer):
 
 
 def on_lane(source, lane):
-    epoch = PrefetchIterator(iter(source), position=Position())
+    epoch = PrefetchIterator(iter(source))
     epoch.use(lane)
     return epoch
 
