@@ -29,6 +29,7 @@ SUITES: dict[str, str] = {
     "versions": "benchmarks.overhead:VERSIONS",
     "memory": "benchmarks.memory:SUITE",
     "saves": "benchmarks.saves:SUITE",
+    "groups": "benchmarks.groups:SUITE",
     "loaders": "benchmarks.loaders:SUITE",
     "augment": "benchmarks.augment:SUITE",
     "patches": "benchmarks.patches:SUITE",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.optim.cyclic import cyclic_lr as cyclic_lr
     from lightning_turbo.optim.layerwise import lamb as lamb
     from lightning_turbo.optim.layerwise import lars as lars
+    from lightning_turbo.optim.param_groups import merge_param_groups as merge_param_groups
     from lightning_turbo.plugins.apex_amp import ApexAMP as ApexAMP
     from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
     from lightning_turbo.plugins.real_apex import RealApexAMP as RealApexAMP
@@ -79,6 +80,7 @@ PUBLIC = {
         "lr_range": "callbacks.lr_range",
         "lamb": "optim.layerwise",
         "lars": "optim.layerwise",
+        "merge_param_groups": "optim.param_groups",
         "ExactAccumulation": "callbacks.exact_accumulation",
         "EffectiveBatchSize": "callbacks.effective_batch_size",
         "GradToNone": "callbacks.grad_to_none",

@@ -45,12 +45,18 @@ TECHNIQUES = [
     Technique("lars", False, optimizer=lambda module: lt.lars(module, 0.05, trust_coefficient=0.1)),
     Technique("lean", True, strategy=lambda devices: _lean(devices)),
     Technique("memory_format", False, callbacks=lambda: [lt.MemoryFormat("channels_last")]),
+    Technique("merge_param_groups", True, optimizer=lambda module: _merged(module)),
     Technique("prefetch", True, datamodule={}),
     Technique("prefetch_callback", True, callbacks=lambda: [lt.Prefetch(threads=2)]),
     Technique("prefetch_threads", True, datamodule={"threads": 2}),
     Technique("turbo", True, strategy=lambda devices: "turbo" if devices == 1 else "turbo_ddp"),
 ]  # fmt: skip
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+
+
+def _merged(module):
+    """The optimizer of the plain run, with a group for each parameter that become one."""
+    return torch.optim.SGD(lt.merge_param_groups([{"params": [p]} for p in module.parameters()]), lr=0.05, momentum=0.9)
 
 
 def _augmentation():

@@ -7,6 +7,7 @@ from lightning_turbo.optim.cyclic import CyclicSchedule, cyclic_lr
 from lightning_turbo.optim.layerwise import lamb, lars, split_parameters
 from lightning_turbo.optim.lr_range import LRRange, propose_lr_range
 from lightning_turbo.optim.lr_scaling import lr_factor
+from lightning_turbo.optim.param_groups import merge_param_groups
 
 __all__ = [
     "AccumulationWindow",
@@ -16,6 +17,7 @@ __all__ = [
     "lamb",
     "lars",
     "lr_factor",
+    "merge_param_groups",
     "propose_lr_range",
     "scale_gradients",
     "split_parameters",

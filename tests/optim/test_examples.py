@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-OPTIM = ("accumulation", "cyclic", "layerwise", "lr_range", "lr_scaling")
+OPTIM = ("accumulation", "cyclic", "layerwise", "lr_range", "lr_scaling", "param_groups")
 CALLBACKS = ("drop_bias", "effective_batch_size", "exact_accumulation", "grad_to_none", "memory_format")
 MODULES = [
     *(f"optim.{name}" for name in OPTIM), *(f"callbacks.{name}" for name in CALLBACKS),
