@@ -8,7 +8,7 @@ from typing import Any
 from lightning_turbo._checks import expect
 from lightning_turbo._lightning import Callback, LightningModule, check_binding, rank_zero_info
 from lightning_turbo._trainer import callbacks_named
-from lightning_turbo.nn.bias import BiasReport, drop_bias_before_norm
+from lightning_turbo.nn.bias import NORMS, BiasReport, drop_bias_before_norm
 
 __all__ = ["DropBiasBeforeNorm"]
 
@@ -20,7 +20,8 @@ class DropBiasBeforeNorm(Callback):
     checkpoints of training. The attribute ``report`` holds the result.
 
     Args:
-        network: Path of the submodule to trace, for example ``"net"``. Default: the whole module.
+        network: Path of the submodule to trace, for example ``"net"``. Default: the whole module; where it has no
+            ``forward`` of its own, the one child that has norms.
 
     Raises:
         TypeError: If ``network`` is not a string.
@@ -74,6 +75,8 @@ class DropBiasBeforeNorm(Callback):
                 )
 
     def _find_network(self, pl_module: LightningModule) -> Any:
+        if self.network is None and type(pl_module).forward is LightningModule.forward:
+            return self._find_child(pl_module)
         try:
             return pl_module.get_submodule(self.network or "")
         except AttributeError as error:
@@ -82,3 +85,14 @@ class DropBiasBeforeNorm(Callback):
                 f"DropBiasBeforeNorm(network): expected a submodule of {type(pl_module).__name__}, for example one of "
                 f"{children}, got {self.network!r}."
             ) from error
+
+    def _find_child(self, pl_module: LightningModule) -> Any:
+        """Return the child to trace of a module that has no forward, whose training step calls the child."""
+        children = dict(pl_module.named_children())
+        found = [name for name, child in children.items() if any(isinstance(part, NORMS) for part in child.modules())]
+        if len(found) != 1:
+            raise ValueError(
+                f"DropBiasBeforeNorm(network): expected the name of a child, for example one of "
+                f"{found or list(children)}, because {type(pl_module).__name__} has no forward to trace, got None."
+            )
+        return children[found[0]]

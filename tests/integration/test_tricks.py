@@ -264,6 +264,27 @@ def test_a_checkpoint_with_biases_can_be_tested_without():
         assert got == pytest.approx(expected, rel=1e-4)
 
 
+class Calls(LightningModule):
+    """Has no forward, as where the training step calls the network: with so many networks, and one without norms."""
+
+    def __init__(self, networks=1):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        for number in range(networks):
+            setattr(self, f"net{number}", nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
+
+
+def test_a_module_without_a_forward_has_its_one_network_traced():
+    callback = DropBiasBeforeNorm()
+    callback.setup(quiet_trainer(), module := Calls(), "fit")
+    assert module.net0[0].bias is None
+    for networks, named in ((2, r"\['net0', 'net1'\]"), (0, r"\['head'\]")):
+        with pytest.raises(
+            ValueError, match=f"expected the name of a child, for example one of {named}, because Calls"
+        ):
+            DropBiasBeforeNorm().setup(quiet_trainer(), Calls(networks), "fit")
+
+
 def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_loads_into_the_original(monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.callbacks.drop_bias.rank_zero_info", said.append)
