@@ -6,6 +6,8 @@ Public names are loaded on first use, so that importing this package stays light
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_turbo._lightning import register_strategies, when_lightning_is_imported
@@ -105,11 +107,13 @@ _HOMES = {name: home for names in PUBLIC.values() for name, home in names.items(
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+# Where names of the documents stand that are not public here.
+_FURTHER = ("amp", "data", "data.augment", "errors", "nn", "optim")
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        from lightning_turbo._checks import suggest
-
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest(name, __all__)}")
+        raise _unknown(name)
     module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     value = getattr(module, name, module)  # amp and augment are modules themselves
     # Kept here, so that the next use finds it without this function.
@@ -117,15 +121,36 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _unknown(name: str) -> Exception:
+    """Return the error for a name that is not here; it says where the name is, or which one is most like it.
+
+    Python drops the words of an ``AttributeError`` in ``from lightning_turbo import NAME``, which first asks for the
+    attribute and then for a module of that name. Where there is none either, that is an ``ImportError``.
+    """
+    # What asks for names with an underscore, as inspect and copy, asks every module.
+    is_module = importlib.util.find_spec(f"{__name__}.{name}") is not None
+    hint = "" if is_module or name.startswith("_") else _hint(name)
+    if not is_module and sys._getframe(2).f_code.co_name == "_handle_fromlist":
+        return ImportError(f"cannot import name {name!r} from {__name__!r}{hint}", name=name)
+    return AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+
+def _hint(name: str) -> str:
+    from lightning_turbo._checks import suggest
+
+    homes = [home for home in _FURTHER if name in importlib.import_module(f"{__name__}.{home}").__all__]
+    return f"; did you mean {__name__}.{homes[0]}.{name}?" if homes else suggest(name, __all__)
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    own = {name for name, value in globals().items() if getattr(value, "__name__", "") == f"{__name__}.{name}"}
+    return sorted({*__all__, *own, *(name for name in globals() if name.startswith("__"))})
 
 
 def _strategy(name: str) -> Any:
     return lambda **settings: getattr(importlib.import_module(__name__), name)(**settings)
 
 
+_STRATEGIES = {"turbo": _strategy("TurboStrategy"), "turbo_ddp": _strategy("TurboDDPStrategy")}
 # Registers Trainer(strategy="turbo"); importing this package does nothing else.
-when_lightning_is_imported(
-    lambda: register_strategies({"turbo": _strategy("TurboStrategy"), "turbo_ddp": _strategy("TurboDDPStrategy")})
-)
+when_lightning_is_imported(lambda copy: register_strategies(copy, _STRATEGIES))

@@ -7,6 +7,7 @@ Lightning's classes from this one, so that they come from the copy that the prog
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.util
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
     from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
         _LoggerConnector as LoggerConnector,
     )
@@ -55,6 +56,7 @@ __all__ = [
     "bound_name",
     "check_binding",
     "register_strategies",
+    "repr_with_copy",
     "when_lightning_is_imported",
 ]
 
@@ -91,7 +93,6 @@ _HOMES = {
     "SignalConnector": "{pytorch}.trainer.connectors.signal_connector:_SignalConnector",
     "SingleDeviceStrategy": "{pytorch}.strategies:SingleDeviceStrategy",
     "Strategy": "{pytorch}.strategies:Strategy",
-    "StrategyRegistry": "{pytorch}.strategies:StrategyRegistry",
     "TorchCheckpointIO": "{pytorch}.plugins.io:TorchCheckpointIO",
     "Trainer": "{pytorch}:Trainer",
     "TorchElasticEnvironment": "{fabric}.plugins.environments:TorchElasticEnvironment",
@@ -176,11 +177,7 @@ def check_binding(used_by: str) -> None:
     bound = bound_name()
     other = NAMES[1 - NAMES.index(bound)]
     if _guessed and other in sys.modules:
-        raise LightningMismatchError(
-            f"{used_by} is built on {bound}, because {_reason}, but this program uses {other}, a second copy "
-            f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo, or set the "
-            f"environment variable {VARIABLE}={other}, or call lightning_turbo.bind_lightning({other!r}) first."
-        )
+        raise LightningMismatchError(_mismatch(used_by, other))
 
 
 def __getattr__(name: str) -> Any:
@@ -195,52 +192,93 @@ def __getattr__(name: str) -> Any:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function once, right after Lightning has been imported under one of its names.
+    """Calls a function right after Lightning has been imported under each of its names.
 
     ``Trainer(strategy="turbo")`` must be known whichever import comes first. To import Lightning here instead would
     choose a copy for the program, or for the script that ``tune`` and the Doctor run, and would cost a plain loop two
-    seconds. The finder leaves ``sys.meta_path`` at its first match.
+    seconds. ``when_lightning_is_imported`` puts the finder on ``sys.meta_path``; it leaves when both names are
+    imported. To be asked for a name is not enough: programs look for what is installed, and import the other one.
     """
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[str], None]) -> None:
         self.callback = callback
+        self._asking: set[str] = set()  # names that the other finders are being asked for
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname not in NAMES:
+        if fullname not in NAMES or fullname in self._asking:
             return None
-        # Before find_spec, which asks every finder, and so would ask this one again.
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)  # asks every finder, and so this one again
+        finally:
+            self._asking.discard(fullname)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             run(module)
-            self.callback()
+            self._imported(fullname)
 
         # On this loader, which serves one module; its class stays as it is.
         spec.loader.exec_module = exec_module
         return spec
 
+    def _imported(self, name: str) -> None:
+        if set(_loaded()) == set(NAMES) and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self.callback(name)
 
-def when_lightning_is_imported(callback: Callable[[], None]) -> None:
-    """Call ``callback`` now if Lightning is imported, else as soon as the program imports it.
+
+def when_lightning_is_imported(callback: Callable[[str], None]) -> None:
+    """Call ``callback`` with each name under which Lightning is imported, now or as soon as the program imports it.
 
     Importing lightning_turbo alone must not choose a copy of Lightning for the program.
     """
-    if _loaded():
-        callback()
-    else:
+    loaded = _loaded()
+    if set(loaded) != set(NAMES):
         sys.meta_path.insert(0, _AfterImport(callback))
+    for name in loaded:
+        callback(name)
 
 
-def register_strategies(strategies: dict[str, Callable[..., Any]]) -> None:
-    """Register names for ``Trainer(strategy=...)``; a second call changes nothing.
+def register_strategies(copy: str, strategies: dict[str, Callable[..., Any]]) -> None:
+    """Register names for ``Trainer(strategy=...)`` of one copy of Lightning; a second call changes nothing.
+
+    The copy whose Trainer is first asked for one of them is the one that the adapters are bound to, if they are not
+    bound yet.
 
     Args:
+        copy: The import name of Lightning.
         strategies: Name -> function that returns the strategy.
     """
-    registry = __getattr__("StrategyRegistry")
+    registry = importlib.import_module(f"{copy}.strategies").StrategyRegistry
     for name, make in strategies.items():
-        registry.register(name, make, description="lightning_turbo", override=True)
+        registry.register(name, functools.partial(_make_for, copy, name, make), "lightning_turbo", override=True)
+
+
+def _make_for(copy: str, name: str, make: Callable[..., Any], **settings: Any) -> Any:
+    """Make a strategy for the Trainer of a copy of Lightning."""
+    global _bound, _reason
+    if _bound is None and not os.environ.get(VARIABLE):
+        _bound, _reason = copy, f"its Trainer was the first to ask for strategy={name!r}"
+    if bound_name() != copy:
+        raise LightningMismatchError(_mismatch(f"strategy={name!r}", copy))
+    return make(**settings)
+
+
+def _mismatch(what: str, other: str) -> str:
+    return (
+        f"{what} is built on {bound_name()}, because {_reason}, but this program uses {other}, a second copy "
+        f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo and no other copy, or set "
+        f"the environment variable {VARIABLE}={other}, or call lightning_turbo.bind_lightning({other!r}) first."
+    )
+
+
+def repr_with_copy(self: Any) -> str:
+    """A ``__repr__`` that says what to do where a program has both copies of Lightning.
+
+    A Trainer shows it when it refuses an object, and knows of no other copy than its own.
+    """
+    name, other = type(self).__name__, NAMES[1 - NAMES.index(bound_name())]
+    return f"<{_mismatch(name, other)}>" if other in sys.modules else f"<{name} of {bound_name()}>"

@@ -11,11 +11,13 @@ from lightning_turbo._lightning import LightningDataModule, LightningModule, bou
 from lightning_turbo.errors import LightningMismatchError, TurboWarning
 
 __all__ = [
+    "LEAN_VERSIONS",
     "batch_limit",
     "callbacks_named",
     "combined_loader",
     "hooks_before_transfer",
     "is_fitting",
+    "lightning_version",
     "loaded_checkpoint",
     "owner_of_training_data",
     "refuse_as_callback",
@@ -138,23 +140,32 @@ def takes_batch_index(training_step: Any) -> bool:
     return signatures.is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
 
 
+# Those whose training loop, as the lean loop follows it, is the one that was read: tests/release/lean_sources.py.
+LEAN_VERSIONS = ("2.6.0", "2.6.1", "2.6.4", "2.6.5", "2.6.6")
+
+
 def supports_lean_loop() -> bool:
-    """Whether Lightning is one whose training loop the lean step follows line by line: 2.6."""
-    return importlib.import_module(bound_name()).__version__.startswith("2.6.")
+    """Whether Lightning is one whose training loop was compared with what the lean loop follows line by line."""
+    return lightning_version() in LEAN_VERSIONS
+
+
+def lightning_version() -> str:
+    """Return the version of Lightning."""
+    return importlib.import_module(bound_name()).__version__
 
 
 def require_lean_loop(option: str) -> None:
-    """Refuse an option that needs the training loop of Lightning 2.6.
+    """Refuse an option that needs a training loop of Lightning that was compared.
 
     Args:
         option: As the user wrote it, for the message.
 
     Raises:
-        LightningMismatchError: If Lightning is not 2.6.
+        LightningMismatchError: If Lightning is another one.
     """
     if not supports_lean_loop():
-        version = importlib.import_module(bound_name()).__version__
+        *most, last = LEAN_VERSIONS
         raise LightningMismatchError(
-            f"{option}: expected Lightning 2.6, whose training loop it follows line by line, got {version}. Leave the "
-            "option out."
+            f"{option}: expected Lightning {', '.join(most)} or {last}, whose training loop it follows line by line, "
+            f"got {lightning_version()}. Leave the option out."
         )

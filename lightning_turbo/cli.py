@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import sys
 import time
 import warnings
@@ -59,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for success, 1 for a result that is not good enough, 2 for invalid input or a file that cannot be read or
         written, 130 after Ctrl-C.
     """
-    parser = _Parser(prog="lightning-turbo", description=lightning_turbo.__doc__)
+    parser = _Parser(
+        prog="lightning-turbo",
+        description="Find out what slows a training script of PyTorch Lightning and what makes it faster, pack its "
+        "data, and convert old checkpoints. COMMAND --help describes one command.",
+    )
     parser.add_argument("--version", action="version", version=f"lightning-turbo {lightning_turbo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Each command imports its part when it runs, so that help and errors in arguments come at once.
@@ -67,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_convert(commands)
     _add_doctor(commands)
     _add_tune(commands)
-    _add_moved(commands)
     arguments = parser.parse_args(argv)
     # Some versions of argparse drop the separator before the arguments of a script, some hand it on.
     arguments.separated = "--" in (sys.argv[1:] if argv is None else argv)
@@ -326,17 +328,3 @@ def _tune(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in names}
     own = _arguments_of_script("tune", arguments.program, arguments)
     return run_tune(TuneSettings(arguments=tuple(own), **given))
-
-
-def _add_moved(commands: Commands) -> None:
-    """Add the commands that a clone has and the wheel has not, which say so."""
-    for name, module in (("bench", "benchmarks"), ("demo", "examples.demo")):
-        # No prefix: every option is a plain argument, so that each former command line gets the same answer.
-        parser = commands.add_parser(name, add_help=False, prefix_chars="\0")
-        parser.add_argument("arguments", nargs="*")
-        parser.set_defaults(run=_moved, name=name, module=module)
-
-
-def _moved(arguments: argparse.Namespace) -> int:
-    words = shlex.join(["python", "-m", arguments.module, *arguments.arguments])
-    return _refused(f"{arguments.name} is not in the package. Clone the repository, and run `{words}` there")

@@ -28,7 +28,10 @@ def test_help_is_fast_because_nothing_heavy_is_imported():
     code += "print([m for m in ('torch', 'lightning', 'pytorch_lightning', 'rich', 'numpy') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert shown.splitlines()[-1] == "[]"
-    assert "tune" in shown
+    assert "Find out what slows a training script" in shown
+    commands = shown.partition("commands:\n")[2].splitlines()
+    described = dict(line.split(maxsplit=1) for line in commands if line.startswith("    ") and line[4] != " ")
+    assert {"pack", "convert", "doctor", "tune"} == described.keys() - {"COMMAND"}
 
 
 def test_version(capsys):
@@ -63,6 +66,7 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one():
 @pytest.mark.parametrize(("argv", "message"), [
     ((), "required: COMMAND"),
     (("tune",), "the following arguments are required: SCRIPT. Try: lightning-turbo tune --help"),
+    (("bench",), "invalid choice: 'bench'"),
     (("tun",), "did you mean tune? Try: lightning-turbo --help"),
     (("pack", "a", "b", "--lables", "3"), "arguments: --lables 3; did you mean --labels? Try: lightning-turbo pack"),
     (("convert", "a", "b", "--perfix", "x"), "did you mean --prefix?"),
@@ -156,10 +160,3 @@ def test_errors_of_ours_are_told_without_a_traceback_and_bugs_with_one(capsys, m
     fail(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["convert", "a", "b"])
-
-
-def test_what_left_the_package_names_its_new_home(capsys):
-    assert cli.main(["demo", "--levels", "O2"]) == 2
-    assert "Clone the repository, and run `python -m examples.demo --levels O2` there" in capsys.readouterr().err
-    assert cli.main(["bench", "overhead", "--list", "--only", "O1*", "--help"]) == 2
-    assert "`python -m benchmarks overhead --list --only 'O1*' --help`" in capsys.readouterr().err

@@ -34,8 +34,8 @@ class DropBiasBeforeNorm(Callback):
     Note:
         Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. A copy
         of the network in the same module, such as a momentum encoder, keeps its biases: call the function before the
-        copy is made. Checkpoints written without this callback load their weights, but not the states of
-        their optimizers, which have more parameters.
+        copy is made. A checkpoint that was written without this callback is an error in ``ckpt_path``: load its
+        weights before, as by ``load_from_checkpoint``.
 
     Example:
         >>> from lightning_turbo import DropBiasBeforeNorm

@@ -18,8 +18,13 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 def can_fuse(optimizer: Optimizer) -> bool:
     """Tell whether torch has a fused step for an optimizer, and it does not run already."""
-    groups = optimizer.param_groups
-    return type(optimizer) in FUSED and not any(group.get("fused") for group in groups)
+    return _has_fused_step(optimizer) and not any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _has_fused_step(optimizer: Optimizer) -> bool:
+    """Tell whether torch has a fused step for an optimizer: it has none for complex parameters."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return type(optimizer) in FUSED and not any(parameter.is_complex() for parameter in parameters)
 
 
 def fuse(optimizer: Optimizer) -> None:
@@ -34,6 +39,8 @@ def fuse(optimizer: Optimizer) -> None:
 
 class FusedOptimizers(Callback):
     """Run the steps of Adam, AdamW, SGD and Adagrad fused, as ``fused=True`` in their constructors does.
+
+    An optimizer with complex parameters keeps its step, because torch has no fused one for them.
 
     Warns:
         NoEffectWarning: If no optimizer has a fused step.
@@ -50,9 +57,9 @@ class FusedOptimizers(Callback):
         """Switch the optimizers, whose states are restored by now."""
         for optimizer in filter(can_fuse, trainer.optimizers):
             fuse(optimizer)
-        if not any(type(optimizer) in FUSED for optimizer in trainer.optimizers):
+        if not any(map(_has_fused_step, trainer.optimizers)):
             rank_zero_warn(
-                "FusedOptimizers changes nothing here: no optimizer is an Adam, AdamW, SGD or Adagrad of torch. "
-                "Remove it.",
+                "FusedOptimizers changes nothing here: no optimizer is an Adam, AdamW, SGD or Adagrad of torch with "
+                "real parameters. Remove it.",
                 category=NoEffectWarning,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lightning_turbo._lightning import (
     Callback,
     LightningModule,
@@ -11,7 +13,7 @@ from lightning_turbo._lightning import (
     rank_zero_warn,
 )
 from lightning_turbo.errors import NoEffectWarning
-from lightning_turbo.nn.memory_format import MemoryFormatName, check_format, has_format, set_memory_format
+from lightning_turbo.nn.memory_format import MemoryFormatName, format_name, has_format, set_memory_format
 
 __all__ = ["MemoryFormat"]
 
@@ -22,7 +24,7 @@ class MemoryFormat(Callback):
     ``lightning-turbo tune train.py --only channels-last`` measures whether that is faster.
 
     Args:
-        memory_format: ``"channels_last"`` or ``"contiguous"``.
+        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's object, as ``torch.channels_last``.
 
     Raises:
         ValueError: If the format is another one.
@@ -36,10 +38,9 @@ class MemoryFormat(Callback):
         >>> callback = MemoryFormat("channels_last")
     """
 
-    def __init__(self, memory_format: MemoryFormatName = "channels_last") -> None:
+    def __init__(self, memory_format: MemoryFormatName | torch.memory_format = "channels_last") -> None:
         check_binding("MemoryFormat")
-        check_format(memory_format)
-        self.memory_format: MemoryFormatName = memory_format
+        self.memory_format: MemoryFormatName = format_name(memory_format)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the format."""

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -73,8 +72,9 @@ def drop_bias_before_norm(module: nn.Module) -> BiasReport:
 
         A copy of the network, such as a momentum encoder, is not looked at: call this before the copy is made.
 
-        Checkpoints with the biases can be loaded: the running mean takes them over. Checkpoints of the changed network
-        hold zeros in place of the biases, so that the original network can load them.
+        Load a checkpoint with the biases before: the running means take them over. Loading it afterwards is an error.
+        Checkpoints of the changed network hold zeros in place of the biases, so that the original network can load
+        them, and the changed one.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -203,13 +203,6 @@ def _is_hooked(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
 
 
-def _common_parent(layer: str, norm: str) -> str:
-    """Return the path of the innermost module that contains both, with a dot at its end unless it is the root."""
-    above = zip(layer.split(".")[:-1], norm.split(".")[:-1], strict=False)
-    shared = takewhile(lambda names: names[0] == names[1], above)
-    return "".join(f"{name}." for name, _ in shared)
-
-
 @torch.no_grad()
 def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     layer: Any = module.get_submodule(layer_name)
@@ -221,23 +214,23 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     # Hooks and not a new class: the layer keeps its type, by which others find it, and a copy keeps its hooks.
     layer.register_parameter("bias", None)
     layer.register_state_dict_post_hook(_write_zeros)
-    # The common parent takes part in every load of both.
-    path = _common_parent(layer_name, norm_name)
-    paths = layer_name.removeprefix(path), norm_name.removeprefix(path)
-    module.get_submodule(path.rstrip(".")).register_load_state_dict_pre_hook(partial(_move_bias, *paths))
+    layer.register_load_state_dict_pre_hook(_take_zeros)
     return bias.numel()
 
 
-def _move_bias(layer: str, norm: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Subtract the bias in a state from the running mean in it, before the state is loaded."""
-    part: Any = dict(module.named_modules()).get(layer)
-    if getattr(part, "bias", None) is not None:  # of another layer, which a program put there, or fused with the norm
+def _take_zeros(
+    layer: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any,
+    errors: list[str],
+) -> None:  # fmt: skip
+    """Accept the zeros that ``_write_zeros`` writes, and refuse the biases of a network that still has them."""
+    if layer.bias is not None:  # of another layer, which was fused with the norm
         return
-    bias = state.pop(f"{prefix}{layer}.bias", None)
-    mean = state.get(f"{prefix}{norm}.running_mean")
-    if bias is not None and mean is not None:
-        shifted = mean.float() - bias.to(mean.device, torch.float32)
-        state[f"{prefix}{norm}.running_mean"] = shifted.to(mean.dtype)
+    bias = state.pop(f"{prefix}bias", None)
+    if bias is not None and bias.any():
+        errors.append(
+            f"{prefix}bias: expected zeros, because the network has no such bias any more, got other values. Load the "
+            "checkpoint before drop_bias_before_norm, which moves its biases into the running means."
+        )
 
 
 def _write_zeros(layer: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -9,14 +9,20 @@ from torch import Tensor, nn
 
 from lightning_turbo._checks import expect
 
-__all__ = ["FORMATS", "LAST", "MemoryFormatName", "check_format", "has_format", "set_memory_format"]
+__all__ = ["LAST", "MemoryFormatName", "format_name", "has_format", "set_memory_format"]
 
 MemoryFormatName = Literal["channels_last", "contiguous"]
-FORMATS: tuple[MemoryFormatName, ...] = ("channels_last", "contiguous")
+_NAMES: dict[Any, MemoryFormatName] = {
+    "channels_last": "channels_last",
+    torch.channels_last: "channels_last",
+    torch.channels_last_3d: "channels_last",
+    "contiguous": "contiguous",
+    torch.contiguous_format: "contiguous",
+}
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of the weight
 
 
-def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int:
+def set_memory_format(module: nn.Module, memory_format: MemoryFormatName | torch.memory_format) -> int:
     """Convert the weights of 2D and 3D layers to a memory format, in place.
 
     ``"channels_last"`` converts weights of four dimensions to ``torch.channels_last``, of five to
@@ -25,7 +31,8 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
 
     Args:
         module: Any module, on any device. Call this before DDP wraps it.
-        memory_format: ``"channels_last"`` or ``"contiguous"``.
+        memory_format: ``"channels_last"`` or ``"contiguous"``; torch's objects mean the same, those of channels last
+            for 2D and 3D alike.
 
     Returns:
         The number of weights of four or five dimensions.
@@ -42,25 +49,25 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName) -> int
         True
     """
     expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
-    check_format(memory_format)
+    name = format_name(memory_format)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.ndim in LAST]
     for tensor in tensors:
-        _convert(tensor, LAST[tensor.ndim] if memory_format == "channels_last" else torch.contiguous_format)
+        _convert(tensor, LAST[tensor.ndim] if name == "channels_last" else torch.contiguous_format)
     return len(tensors)
 
 
-def check_format(memory_format: Any, formats: tuple[str | None, ...] = FORMATS) -> None:
-    """Refuse what is none of the formats.
+def format_name(memory_format: Any) -> MemoryFormatName:
+    """Return the name of a memory format, which may be torch's object.
 
     Raises:
         ValueError: If it is none of them; the message says which command measures them.
     """
-    if memory_format not in formats:
-        *most, last = map(repr, formats)
+    if not isinstance(memory_format, (str, torch.memory_format)) or memory_format not in _NAMES:
         raise ValueError(
-            f"memory_format: expected {', '.join(most)} or {last}, got {memory_format!r}. To find out which one is "
+            f"memory_format: expected 'channels_last' or 'contiguous', got {memory_format!r}. To find out which one is "
             "faster, run lightning-turbo tune train.py --only channels-last."
         )
+    return _NAMES[memory_format]
 
 
 def _convert(tensor: Tensor, memory_format: torch.memory_format) -> None:

@@ -12,7 +12,7 @@ import torch
 from lightning_turbo._checks import check_switches
 from lightning_turbo._files import whole_file
 from lightning_turbo._host_copy import HostCopier
-from lightning_turbo._lightning import TorchCheckpointIO, check_binding
+from lightning_turbo._lightning import TorchCheckpointIO, check_binding, repr_with_copy
 
 __all__ = ["AtomicCheckpointIO"]
 
@@ -52,6 +52,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         >>> from lightning_turbo import AtomicCheckpointIO
         >>> trainer = Trainer(accelerator="cpu", plugins=[AtomicCheckpointIO()], logger=False)
     """
+
+    __repr__ = repr_with_copy
 
     def __init__(self, background: bool = False) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from lightning_turbo._lightning import (
     MisconfigurationException,
     Precision,
     check_binding,
+    repr_with_copy,
 )
 from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback
 from lightning_turbo.amp.convert import find_scaler_state
@@ -61,6 +62,7 @@ class RealApexAMP(Precision):
     # Lightning files a plugin's state under this name.
     __qualname__ = "ApexAMP"
     state_key = refuse_as_callback("plugins=[...]")
+    __repr__ = repr_with_copy
 
     def __init__(self, opt_level: str = "O1", **settings: Any) -> None:
         super().__init__()

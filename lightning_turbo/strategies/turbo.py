@@ -26,10 +26,12 @@ from lightning_turbo._lightning import (
     check_binding,
     rank_zero_info,
     rank_zero_warn,
+    repr_with_copy,
 )
 from lightning_turbo._trainer import (
     hooks_before_transfer,
     is_fitting,
+    lightning_version,
     refuse_as_callback,
     require_lean_loop,
     supports_lean_loop,
@@ -43,7 +45,7 @@ from lightning_turbo.data.loading.device import DeviceTransfer
 from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
-from lightning_turbo.nn.memory_format import FORMATS, check_format
+from lightning_turbo.nn.memory_format import MemoryFormatName, format_name
 from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO
 from lightning_turbo.strategies.lean_loop import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
 
@@ -59,12 +61,13 @@ class TurboParts(Strategy):
     """
 
     state_key = refuse_as_callback("strategy=...")
+    __repr__ = repr_with_copy
 
     def __init__(
         self,
         *args: Any,
         device_prefetch: bool = True,
-        memory_format: str | None = None,
+        memory_format: MemoryFormatName | torch.memory_format | None = None,
         cudnn_benchmark: bool | None = True,
         matmul_precision: MatmulPrecision | None = None,
         release_gradients: bool = True,
@@ -77,14 +80,13 @@ class TurboParts(Strategy):
         _refuse_unknown(type(self), kwargs)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients, exact_resume=exact_resume)
         check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean=lean)
-        check_format(memory_format, (None, *FORMATS))
         check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
         check_compile(compile)
         if lean:
             require_lean_loop("lean=True")
         super().__init__(*args, **kwargs)
         self.device_prefetch = device_prefetch
-        self.memory_format: Any = memory_format
+        self.memory_format: MemoryFormatName | None = None if memory_format is None else format_name(memory_format)
         self.cudnn_benchmark = cudnn_benchmark
         self.matmul_precision: MatmulPrecision | None = matmul_precision
         self.release_gradients = release_gradients
@@ -162,7 +164,7 @@ class TurboParts(Strategy):
         if not (lean or signals):
             return
         if not supports_lean_loop():
-            _log("Lightning's own training loop runs: lean and signals told on the host need Lightning 2.6.")
+            _log(f"lean off: the training loop of Lightning {lightning_version()} was not compared with the lean one.")
         elif custom := find_custom_loops(trainer):
             _log(f"lean off: {' and '.join(custom)} replaces Lightning's training loop.")
         else:
@@ -305,7 +307,7 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
         *args: As in Lightning's ``SingleDeviceStrategy``: ``device`` (default: the Trainer's), ``accelerator``,
             ``checkpoint_io`` and ``precision_plugin``, by these names as well.
         device_prefetch: Keep the next two batches on the CUDA device, after Lightning's sampler.
-        memory_format: ``"channels_last"`` or ``"contiguous"``, see ``MemoryFormat``.
+        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's object, see ``MemoryFormat``.
         cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None`` keeps that of
             ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a deterministic run,
             because cuDNN would choose its algorithms by their times.
@@ -313,8 +315,8 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
             ``"medium"``.
         release_gradients: Set gradients to None before the forward pass after each optimizer step, see ``GradToNone``.
         lean: Run Lightning's loop with direct calls of its hooks, same order, same results, and keep logged values as
-            tensors until somebody reads them. ``None``: with Lightning 2.6, its own loop and no profiler. What the loop
-            may leave out is decided before the first batch.
+            tensors until somebody reads them. ``None``: with a Lightning whose loop was compared, its own loop and no
+            profiler. What the loop may leave out is decided before the first batch.
         compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
             ``lightning_turbo.nn.compiled_in_place``.
         exact_resume: Add ``ExactResume``, so that a resumed run equals one that never stopped.
@@ -324,7 +326,7 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
         ValueError: If an argument has none of the values above.
         TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
-        LightningMismatchError: If ``lean`` is ``True`` and Lightning is not 2.6.
+        LightningMismatchError: If ``lean`` is ``True`` and the loop of this Lightning was not compared.
 
     Example:
         >>> import lightning_turbo

@@ -34,7 +34,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     Raises:
         ValueError: If an argument has none of the values above.
         TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
-        LightningMismatchError: If ``lean`` is ``True`` and Lightning is not 2.6.
+        LightningMismatchError: If ``lean`` is ``True`` and the loop of this Lightning was not compared.
 
     Example:
         >>> from lightning_turbo.strategies import TurboDDPStrategy

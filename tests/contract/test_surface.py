@@ -100,3 +100,25 @@ def test_type_checkers_are_shown_the_names_of_the_table():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         lightning_turbo.Nonsense
+
+
+def test_each_name_is_offered_once_and_none_that_is_not_public():
+    lightning_turbo.ApexGradScaler
+    names = dir(lightning_turbo)
+    assert len(names) == len(set(names))
+    private = {name for name in names if not name.startswith("__") and name not in lightning_turbo.__all__}
+    assert all((ROOT / name).is_dir() or (ROOT / f"{name}.py").exists() for name in private), private
+
+
+@pytest.mark.parametrize(("name", "home"), [
+    ("cache_transforms", "data"), ("pack", "data"), ("set_memory_format", "nn"), ("RandomFlip", "data.augment"),
+    ("TurboWarning", "errors"),
+])  # fmt: skip
+def test_a_name_from_elsewhere_is_told_where_it_is(name, home):
+    with pytest.raises(ImportError, match=rf"did you mean lightning_turbo\.{home}\.{name}\?"):
+        exec(f"from lightning_turbo import {name}")
+    with pytest.raises(AttributeError, match=rf"did you mean lightning_turbo\.{home}\.{name}\?"):
+        getattr(lightning_turbo, name)
+    with pytest.raises(ImportError, match="did you mean ApexAMP"):
+        exec("from lightning_turbo import ApexAmp")
+    assert not hasattr(lightning_turbo, "nonsense")

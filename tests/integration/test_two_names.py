@@ -92,3 +92,62 @@ def test_a_binding_by_hand_or_by_the_environment_ends_a_mismatch():
     for line, environment in ((call, {}), ("", {"LIGHTNING_TURBO_LIGHTNING": "pytorch_lightning"})):
         _, out, err = run(code.format(line), **environment)
         assert "pytorch_lightning.plugins.precision.precision" in out, err
+
+
+PROBES = {
+    "an import that fails": (
+        "try:\n    import pytorch_lightning as pl\nexcept ImportError:\n    import lightning.pytorch as pl"
+    ),
+    "a look for it": (
+        "import importlib.util\nimportlib.util.find_spec('pytorch_lightning')\nimport lightning.pytorch as pl"
+    ),
+}
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name.split(".")[0] == "pytorch_lightning" else find(name, *more)
+"""
+
+
+@pytest.mark.parametrize(
+    "probe", [pytest.param(PROBES["a look for it"], marks=pytest.mark.slow), PROBES["an import that fails"]]
+)
+def test_the_names_are_known_after_whichever_import_succeeds(probe):
+    hide = HIDE if "except" in probe else ""
+    make = "print(type(pl.Trainer(accelerator='cpu', strategy='turbo', logger=False).strategy).__module__)"
+    status, out, err = run(f"{hide}\nimport lightning_turbo\n{probe}\n{make}")
+    assert (status, out) == (0, "lightning_turbo.strategies.turbo\n"), err
+
+
+MIXED = """
+from lightning.pytorch.callbacks import ModelCheckpoint
+import pytorch_lightning as pl
+from lightning_turbo import ApexAMP, AtomicCheckpointIO, TurboStrategy
+for settings in ({"plugins": [ApexAMP("O1")]}, {"plugins": AtomicCheckpointIO()}, {"strategy": "turbo"},
+                 {"strategy": TurboStrategy()}):
+    try:
+        pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
+    except Exception as error:
+        print(repr(error))
+"""
+
+
+def test_a_script_that_takes_a_part_from_either_copy_is_told_of_both():
+    status, out, err = run(MIXED)
+    assert status == 0, err
+    assert len(out.splitlines()) == 4
+    for line in out.splitlines():
+        assert "is built on lightning.pytorch, because the program imported it first" in line
+        assert "LIGHTNING_TURBO_LIGHTNING=pytorch_lightning" in line
+
+
+def test_the_copy_whose_trainer_asks_for_a_strategy_is_the_one_that_is_bound(monkeypatch):
+    for name, value in (("_bound", None), ("_reason", "")):
+        monkeypatch.setattr(_lightning, name, value)
+    monkeypatch.delenv(_lightning.VARIABLE, raising=False)
+    assert _lightning._make_for("pytorch_lightning", "turbo", lambda: _lightning.bound_name()) == "pytorch_lightning"
+    with pytest.raises(
+        _lightning.LightningMismatchError, match=r"strategy='turbo' is built on pytorch_lightning, because its"
+    ):
+        _lightning._make_for("lightning.pytorch", "turbo", lambda: None)

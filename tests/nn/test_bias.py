@@ -190,27 +190,32 @@ def nested():
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_checkpoints_load_in_both_directions(copied):
+def test_what_is_saved_without_biases_loads_into_both_networks(copied):
     x = torch.randn(2, 3, 5, 5)
     old, net = warmed(nested(), x).eval(), nested()
-    state = old.state_dict()
-    kept = {name: value.clone() for name, value in state.items()}
+    net.load_state_dict(old.state_dict())
     drop_bias_before_norm(net)
     net = pickle.loads(pickle.dumps(copy.deepcopy(net))) if copied else net
-    for target, saved in (
-        (net, state),  # with the biases
-        (nn.ModuleDict({"outer": net}), {f"outer.{name}": value for name, value in kept.items()}),
-        (net[1], old[1].state_dict()),  # the part alone
-        (net, net.state_dict()),
-    ):
-        target.load_state_dict(saved)
-        close(net.eval()(x), old(x))
-    assert all(torch.equal(value, kept[name]) for name, value in state.items())  # the checkpoint itself is not touched
-    assert net[1][0].bias is None
-    plain = nested()  # the network as it was written loads what is saved
-    plain.load_state_dict(net.state_dict())
-    close(plain.eval()(x), old(x))
+    close(net.eval()(x), old(x))
+    plain, again = nested(), nested()
+    drop_bias_before_norm(again)
+    for target in (plain, again):
+        target.load_state_dict(net.state_dict())
+        close(target.eval()(x), old(x))
+    again[1].load_state_dict(net[1].state_dict())  # the part alone
+    assert again[1][0].bias is None
     assert net.half().state_dict()["1.0.bias"].dtype is torch.float16
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_with_biases_is_refused_where_they_are_gone(strict):
+    net = nested()
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    drop_bias_before_norm(net)
+    with pytest.raises(
+        RuntimeError, match=r"1\.0\.bias: expected zeros, .* Load the checkpoint before drop_bias_before"
+    ):
+        net.load_state_dict(state, strict=strict)
 
 
 @pytest.mark.parametrize("later", ["fused", "another norm"])

@@ -1,5 +1,7 @@
 """Memory formats: the same numbers, another order in memory."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -33,9 +35,20 @@ def test_the_format_changes_and_the_numbers_do_not(kind, norm, shape, last):
     assert net[0].weight.is_contiguous()
 
 
-@pytest.mark.parametrize("wrong", ["nhwc", "measure", None])
+@pytest.mark.parametrize("given", [torch.channels_last, torch.channels_last_3d, torch.contiguous_format])
+def test_torch_s_own_formats_are_taken(given):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(0), nn.Unflatten(0, (1, 4, 1, 1, 1)), nn.Conv3d(4, 4, 2))
+    set_memory_format(net, given)
+    last = given is not torch.contiguous_format
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last) == last
+    assert net[3].weight.is_contiguous(memory_format=torch.channels_last_3d) == last
+
+
+@pytest.mark.parametrize("wrong", ["nhwc", "measure", None, torch.preserve_format, []])
 def test_impossible_values_are_refused(wrong):
-    message = f"memory_format: expected 'channels_last' or 'contiguous', got {wrong!r}.* lightning-turbo tune"
+    message = (
+        f"memory_format: expected 'channels_last' or 'contiguous', got {re.escape(repr(wrong))}.* lightning-turbo tune"
+    )
     with pytest.raises(ValueError, match=message):
         set_memory_format(nn.Conv2d(3, 4, 3), wrong)
     with pytest.raises(TypeError, match="module: expected a torch"):

@@ -7,10 +7,13 @@ import weakref
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 from torch.optim import lr_scheduler as s
 
+from lightning_turbo import ApexAMP
 from lightning_turbo.optim import cyclic_lr, propose_lr_range
+from tests.convolutions import Net, fit
 
 
 def parameters():
@@ -196,3 +199,52 @@ def test_the_range_is_where_the_loss_falls():
 def test_a_curve_without_a_fall_is_refused(losses, message):
     with pytest.raises(ValueError, match=message):
         propose_lr_range([1, 2, 3, 4, 5], losses)
+
+
+# Under a Trainer.
+
+
+def preview(base_lr, max_lr, steps, **cycle):
+    """The rates of a plain loop."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, rates = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"], []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def by_epochs(optimizer, trainer):
+    return cyclic_lr(optimizer, 0.01, 0.5, epochs_up=1, epochs_down=0.5, trainer=trainer)
+
+
+@pytest.mark.parametrize(("accumulate", "per_epoch"), [(1, 10), (4, 3)])
+def test_the_trainer_sizes_the_cycle_and_steps_it(accumulate, per_epoch):
+    fit(model := Net(by_epochs), accumulate_grad_batches=accumulate)
+    cycle = {"epochs_up": 1, "epochs_down": 0.5, "steps_per_epoch": per_epoch}
+    assert model.rates == pytest.approx(preview(0.01, 0.5, steps=3 * per_epoch, **cycle))
+
+
+def test_a_skipped_step_does_not_advance_the_cycle():
+    class Spikes(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx in (0, 3) else loss
+
+    model = Spikes(lambda o, t: cyclic_lr(o, 0.001, 0.05, step_size_up=4, trainer=t))
+    fit(model, max_epochs=1, plugins=[ApexAMP("O1", loss_scale="dynamic", dtype=torch.bfloat16)])
+    steps = [0, 0, 1, 2, 2, 3, 4, 5, 6, 7]  # made before each of the ten batches, two of which are skipped
+    cycle = preview(0.001, 0.05, steps=8, step_size_up=4)
+    assert model.rates == pytest.approx([cycle[step] for step in steps])
+
+
+@pytest.mark.filterwarnings("ignore:.*The parameter.*")
+def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder():
+    model = Net(by_epochs)
+    trainer = fit(model, BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=2), max_epochs=2)
+    steps = 40 // model.batch_size
+    assert steps == trainer.num_training_batches < 20
+    assert trainer.lr_scheduler_configs[0].scheduler.total_size == steps + round(steps / 2)
+    expected = preview(0.01, 0.5, steps=2 * steps, epochs_up=1, epochs_down=0.5, steps_per_epoch=steps)
+    assert model.rates[-2 * steps :] == pytest.approx(expected)

@@ -49,5 +49,23 @@ def test_a_fused_step_is_that_of_the_constructor(times):
 
 
 def test_an_optimizer_that_cannot_be_fused_is_told():
-    with pytest.warns(NoEffectWarning, match="no optimizer is an Adam, AdamW, SGD or Adagrad of torch"):
+    with pytest.warns(NoEffectWarning, match="no optimizer is an Adam, AdamW, SGD or Adagrad of torch with"):
         fit(Module(torch.optim.RMSprop), FusedOptimizers())
+
+
+class Complex(Module):
+    """With a complex parameter in the same optimizer, for which torch has no fused step."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.net.phase = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch) * self.net.phase).abs().square().mean()
+
+
+def test_an_optimizer_with_complex_parameters_keeps_its_step():
+    plain = fit(Complex(adam))
+    with pytest.warns(NoEffectWarning, match="of torch with real parameters"):
+        asked = fit(Complex(adam), FusedOptimizers())
+    assert torch.equal(plain.net.phase, asked.net.phase)

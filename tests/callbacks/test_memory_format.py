@@ -1,0 +1,41 @@
+"""MemoryFormat in a Trainer, and the same by a turbo strategy."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo import MemoryFormat, TurboStrategy
+from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.nn import set_memory_format
+from tests.convolutions import Net, fit
+
+
+@pytest.mark.parametrize("make", [
+    lambda: {"callbacks": [MemoryFormat()]}, lambda: {"callbacks": [MemoryFormat(torch.channels_last)]},
+    lambda: {"strategy": TurboStrategy(memory_format="channels_last")},
+    lambda: {"strategy": TurboStrategy(memory_format=torch.channels_last)},
+], ids=["callback", "callback, torch's", "strategy", "strategy, torch's"])  # fmt: skip
+def test_the_memory_format_is_that_of_the_weights_that_train(make):
+    fit(model := Net(lr=0.01), max_epochs=1, **make())
+    assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)
+    fit(plain := Net(lr=0.01), MemoryFormat("contiguous"), max_epochs=1)
+    assert plain.net[0].weight.is_contiguous()
+    assert model.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+def test_without_layers_the_memory_format_says_why():
+    class Flat(Net):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(36, 1))
+
+    class Later(Flat):
+        def configure_model(self):
+            self.net = Net().net
+            set_memory_format(self, "channels_last")
+
+    with pytest.warns(NoEffectWarning, match="Flat has no 2D or 3D layers"):
+        fit(Flat(), MemoryFormat("channels_last"), max_epochs=1)
+    with pytest.warns(NoEffectWarning, match="Later makes its layers in configure_model, after setup. Call"):
+        fit(model := Later(), MemoryFormat("channels_last"), max_epochs=1)
+    assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,80 @@
+"""Compares what the lean loop follows in each version of Lightning of the table with what was read.
+
+    python tests/release/lean_sources.py --folder DIR [VERSION ...]
+
+Downloads each version of ``LEAN_VERSIONS``, or those that are given, into DIR, without what it needs, which has to be
+installed. A version with other sources has to be read, and the lean loop corrected, before its digest is added to
+``READ`` and its number to ``LEAN_VERSIONS``.
+"""
+
+import argparse
+import hashlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the lean classes follow.
+FOLLOWED = [
+    _TrainingEpochLoop.advance, _TrainingEpochLoop.on_advance_end, _TrainingEpochLoop.on_run_start,
+    _TrainingEpochLoop._build_kwargs,
+    _TrainingEpochLoop._broadcast_sigterm_tensor, _TrainingEpochLoop._should_check_val_epoch,
+    pl.Trainer.enable_validation.fget, _AutomaticOptimization, Closure, Strategy.backward, Strategy.optimizer_step,
+    Strategy.batch_to_device,
+    Precision.pre_backward, Precision.post_backward, Precision.optimizer_step,
+    Precision._wrap_closure, Precision._after_closure, Precision._clip_gradients, call._call_callback_hooks,
+    call._call_lightning_module_hook, call._call_strategy_hook, pl.LightningModule._call_batch_hook,
+    pl.LightningModule._apply_batch_transfer_handler, _ResultCollection.metrics, _ResultCollection.log,
+    _ResultCollection.update_metrics, _ResultMetric.to,
+    pl.LightningModule.clip_gradients, pl.LightningModule.configure_gradient_clipping,
+    Precision.clip_gradients, _LoggerConnector, pl.LightningModule.optimizer_zero_grad,
+]  # fmt: skip
+# Digests of sources that were read: 2.6.0, whose logger connector shows one tip less, and all since.
+READ = ("53aff6a2889ac04f", "2bddb02dc76d77f0")
+
+
+def digest():
+    """Return the digest of the sources of the Lightning that is imported."""
+    text = "".join(inspect.getsource(part) for part in FOLLOWED).replace("pytorch_lightning", "lightning.pytorch")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="for the downloads")
+    parser.add_argument("versions", nargs="*", metavar="VERSION")
+    asked = parser.parse_args()
+    from lightning_turbo._trainer import LEAN_VERSIONS
+
+    other = []
+    for version in asked.versions or LEAN_VERSIONS:
+        target = asked.folder.resolve() / version
+        if not target.exists():
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
+            subprocess.run([*pip, f"lightning=={version}"], check=True)
+        code = "import lean_sources as s; print(s.pl.__version__, s.digest())"
+        path = os.pathsep.join(map(str, (target, Path(__file__).parent, ROOT)))
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        found = done.stdout.split()
+        print(*found, "read" if found[1] in READ else "not read yet")
+        if found[0] != version or found[1] not in READ:
+            other.append(version)
+    sys.exit(1 if other else 0)
+
+
+if __name__ == "__main__":
+    main()
