@@ -68,7 +68,7 @@ class _Pace(Callback):
             trainer.should_stop = True
 
 
-def apex_amp(opt_level: str, dtype: str | None = None, **options: Any) -> Precision:
+def apex_amp(opt_level: Any, dtype: str | None = None, **options: Any) -> Precision:
     """Build our precision plugin, with a ``dtype`` of ``"bf16"``, ``"fp16"``, or ``None`` for the plugin's choice."""
     from lightning_turbo import ApexAMP
 

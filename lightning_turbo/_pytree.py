@@ -99,44 +99,72 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with ``change`` applied to its tensors, in any structure.
 
     Structures are mappings, lists, tuples, deques, dataclasses and their subclasses, and objects with a method ``to``,
-    whose attributes count. ``value`` itself, and all that it holds, stays as it is: where a tensor changes, a shallow
-    copy takes the position of what holds it.
+    whose attributes count; objects may lead back to themselves, as the nodes of a tree that know their parents.
+    ``value`` itself, and all that it holds, stays as it is: where a tensor changes, a shallow copy takes the position
+    of what holds it.
 
     Args:
         value: Anything.
         change: Returns the tensor that it is given, or another one.
     """
+    return _map(value, change, {})
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor], objects: dict[int, _Mapped]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, _LEAVES):
         return value
     if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
+        items = [_map(item, change, objects) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is list:
-        return [map_tensors(item, change) for item in value]
+        return [_map(item, change, objects) for item in value]
     if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return _map_object(value, change)
+        return {key: _map(item, change, objects) for key, item in value.items()}
+    if id(value) in objects:
+        return objects[id(value)].result()
+    return _map_object(value, change, objects)
 
 
-def _map_object(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+class _Mapped:
+    """An object that was met, and what takes its position: itself, or a copy once something in it has changed.
+
+    What is asked for while its own parts are being looked at is a copy, because nobody knows yet whether they change.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value  # so that its id stays its own
+        self.is_complete = False
+        self.twin: Any = None
+
+    def result(self) -> Any:
+        if self.twin is None and not self.is_complete:
+            self.twin = copy.copy(self.value)
+        return self.value if self.twin is None else self.twin
+
+
+def _map_object(value: Any, change: Callable[[Tensor], Tensor], objects: dict[int, _Mapped]) -> Any:
     """Do the same for a container of a class of its own, and for an object with attributes."""
+    mapped = objects[id(value)] = _Mapped(value)
     parts = _parts_of(value)
-    changed = {key: new for key, part in parts.items() if (new := map_tensors(part, change)) is not part}
-    if not changed:
-        return value
+    changed = {key: new for key, part in parts.items() if (new := _map(part, change, objects)) is not part}
     # A mapping that cannot be changed becomes a dict, as nobody knows how its class is made.
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return {**parts, **changed}
-    twin: Any = copy.copy(value)
+    if changed and isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        mapped.twin = {**parts, **changed}
+    elif changed:
+        _set_parts(mapped.result(), changed)
+    mapped.is_complete = True
+    return mapped.result()
+
+
+def _set_parts(twin: Any, changed: dict[Any, Any]) -> None:
     for key, new in changed.items():
-        if isinstance(value, (Mapping, list, deque)):
+        if isinstance(twin, (MutableMapping, list, deque)):
             twin[key] = new
         else:
             # Past the __setattr__ of a frozen dataclass: nobody else knows the twin yet.
             object.__setattr__(twin, str(key), new)
-    return twin
 
 
 def _parts_of(value: Any) -> dict[Any, Any]:

@@ -8,7 +8,7 @@ import logging
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from lightning_turbo.amp.casts import LevelCasts
 from lightning_turbo.amp.grad_scaler import ApexGradScaler
 from lightning_turbo.amp.gradients import GradientStage, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
-from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.amp.levels import HALF_DTYPES, OptLevel, half_dtype_for
+from lightning_turbo.amp.run_hooks import add_run_hooks, remove_run_hooks
 from lightning_turbo.errors import AmpLookupError, AmpStateError, AmpUsageError
 
 __all__ = [
@@ -78,7 +79,9 @@ class _Session:
         if dtype is not None:
             hook = functools.partial(_cast_output, dtype)
             for model in models:
-                self._cleanup.callback(model.register_forward_hook(hook).remove)
+                handle = model.register_forward_hook(hook)
+                add_run_hooks(model, handle)
+                self._cleanup.callback(remove_run_hooks, model, [handle])
         registration.apply_registered(casts)
         self._cleanup.callback(registration.restore_registered)
         casts.start()
@@ -156,15 +159,66 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
     return cast_floats(output, dtype)
 
 
+_Models = TypeVar("_Models", bound="nn.Module | list[Any]")
+_Optimizers = TypeVar("_Optimizers", bound="Optimizer | list[Any]")
+
 _session: _Session | None = None
 _disabled = False  # by an initialize with enabled=False
+
+
+@overload
+def initialize(
+    models: _Models,
+    optimizers: None = None,
+    enabled: bool = ...,
+    opt_level: OptLevel = ...,
+    cast_model_type: torch.dtype | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    dtype: torch.dtype | None = ...,
+    scale_window: int = ...,
+    keep_fp32_modules: Sequence[str | type[nn.Module]] = ...,
+    cast_lists: str | None = ...,
+) -> _Models: ...
+
+
+@overload
+def initialize(
+    models: _Models,
+    optimizers: _Optimizers,
+    enabled: bool = ...,
+    opt_level: OptLevel = ...,
+    cast_model_type: torch.dtype | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    dtype: torch.dtype | None = ...,
+    scale_window: int = ...,
+    keep_fp32_modules: Sequence[str | type[nn.Module]] = ...,
+    cast_lists: str | None = ...,
+) -> tuple[_Models, _Optimizers]: ...
 
 
 def initialize(
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,
-    opt_level: str = "O1",
+    opt_level: OptLevel = "O1",
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
@@ -206,7 +260,8 @@ def initialize(
         scale_window: Beyond apex: passes without overflow before the dynamic scale doubles.
         keep_fp32_modules: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or classes.
             These compute in float32, with all that is below them.
-        cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"``.
+        cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"`` (those of ``torch.autocast``). ``None``
+            takes apex's with float16, and torch's, which ``ApexAMP`` has, with bfloat16.
 
     Returns:
         The same objects: models alone if no optimizers were given, else the pair.
@@ -241,12 +296,15 @@ def initialize(
         _disabled = True
         return result
     expect(is_whole(num_losses, 1), "num_losses", num_losses, "a whole number from 1 on", AmpUsageError)
+    device_type = _device_type(model_list)
+    half = half_dtype_for(device_type) if dtype is None else dtype
     casts = LevelCasts(
         opt_level,
-        device_type=_device_type(model_list),
+        device_type=device_type,
         dtype=dtype,
         keep_fp32_modules=keep_fp32_modules,
-        cast_lists=cast_lists or "apex",
+        # apex's lists are of float16; bfloat16, which it never had, is cast as under ``ApexAMP``.
+        cast_lists=cast_lists or ("torch" if half is torch.bfloat16 else "apex"),
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,

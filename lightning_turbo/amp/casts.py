@@ -15,13 +15,9 @@ from torch.optim import Optimizer
 
 from lightning_turbo.amp.autocast import FunctionCasts
 from lightning_turbo.amp.gradients import params_of
-from lightning_turbo.amp.half_forward import (
-    HalfForward,
-    HalfWeights,
-    cast_state,
-    find_kept,
-    has_sparse_gradients,
-)
+from lightning_turbo.amp.half_forward import HalfForward
+from lightning_turbo.amp.half_weights import HalfWeights, cast_state
+from lightning_turbo.amp.kept_modules import find_kept, has_sparse_gradients, needs_float32
 from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 
@@ -75,7 +71,8 @@ class LevelCasts:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "optimizers": None}  # which are of this process
+        # Casts that have begun, and optimizers, are of this process.
+        return {**vars(self), "optimizers": None, "half_forward": None, "half_weights": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
@@ -103,16 +100,22 @@ class LevelCasts:
             _check_castable(root, level.opt_level)
         self.half_forward = forward = HalfForward(
             level.cast_model_type,
-            level.cast_model_outputs or torch.float32,
+            level.cast_model_outputs,
             bool(level.keep_batchnorm_fp32),
             step_device=self.device_type if steps and not self.keeps_masters else None,
         )
-        forward.keep(find_kept(roots, self.keep_fp32_modules))
-        if self.keeps_masters:
-            forward.keep(part for root in roots for part in root.modules() if has_sparse_gradients(part))
+        forward.keep(self._kept_modules(roots))
         forward.register_hooks(roots, steps=steps)
         if not self.keeps_masters:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
+
+    def _kept_modules(self, roots: Sequence[nn.Module]) -> Iterable[nn.Module]:
+        """Return the modules that stay float32: those that were named, and kinds that need it."""
+        kept = dict.fromkeys(find_kept(roots, self.keep_fp32_modules))
+        for part in (part for root in roots for part in root.modules()):
+            if needs_float32(part) or (self.keeps_masters and has_sparse_gradients(part)):
+                kept.setdefault(part)
+        return kept
 
     def attach(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         """Bring an optimizer's state to the dtype of what it updates.

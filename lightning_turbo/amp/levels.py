@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lightning_turbo._checks import expect, is_number
 from lightning_turbo.errors import AmpOverrideError, AmpUsageError
 
-__all__ = ["HALF_DTYPES", "INITIAL_DYNAMIC_SCALE", "LEVELS", "Properties", "half_dtype_for", "resolve"]
+__all__ = ["HALF_DTYPES", "INITIAL_DYNAMIC_SCALE", "LEVELS", "OptLevel", "Properties", "half_dtype_for", "resolve"]
+
+OptLevel = Literal["O0", "O1", "O2", "O3"]
+"""The letter O and a digit."""
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 

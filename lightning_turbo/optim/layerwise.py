@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from lightning_turbo._checks import expect
+from lightning_turbo._checks import expect, is_number
 from lightning_turbo._optional import require
 
 __all__ = ["lamb", "lars", "split_parameters"]
@@ -85,7 +87,8 @@ def lars(module: nn.Module, lr: float, *, weight_decay: float = 1e-4, **settings
 
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017.
     """
-    groups = _make_groups(module, "lars", weight_decay)
+    require("pytorch_optimizer", "lars")
+    groups = [group for group in _make_groups(module, "lars", weight_decay) if group["params"]]
     if thick := [tuple(p.shape) for p in split_parameters(module)[1] if p.ndim > 1]:
         raise ValueError(
             f"lars: expected biases and normalization layers with parameters of one dimension, got the shapes {thick}. "
@@ -96,24 +99,33 @@ def lars(module: nn.Module, lr: float, *, weight_decay: float = 1e-4, **settings
     return LARS(groups, lr=lr, weight_decay=weight_decay, **settings)
 
 
-def lamb(module: nn.Module, lr: float, *, weight_decay: float = 0.01, **settings: Any) -> Optimizer:
+def lamb(
+    module: nn.Module,
+    lr: float,
+    *,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    max_grad_norm: float | None = None,
+) -> Optimizer:
     """Build LAMB: Adam that scales each layer's step by the norm of its weights.
 
-    With Adam's step ``u = m / (sqrt(v) + eps) + weight_decay * w``, a weight moves by ``lr * |w| / |u| * u``. Biases
-    and normalization layers move by ``lr * u``, without weight decay and trust ratio.
+    With Adam's step ``u = m / (sqrt(v) + eps) + weight_decay * w``, whose moments are corrected for their bias, a
+    weight moves by ``lr * |w| / |u| * u``. Biases and normalization layers move by ``lr * u``, without weight decay and
+    trust ratio.
 
     Args:
         module: Module with the parameters to optimize.
         lr: Learning rate, above 0.
         weight_decay: Weight decay of the weights, at least 0.
-        **settings: Arguments of ``pytorch_optimizer.Lamb``, such as ``betas`` ((0.9, 0.999)) and ``eps`` (1e-6);
-            ``pre_norm=True, max_grad_norm=1.0`` clips the gradients, for loops that do not.
+        betas: Decay of the averages of gradients and of their squares, each at least 0 and below 1.
+        eps: Added to the root of the second average, above 0.
+        max_grad_norm: Clips the norm of all gradients, for loops that do not; ``None`` does not clip.
 
     Returns:
-        ``pytorch_optimizer.Lamb`` with one group of weights and one of biases and norms.
+        An optimizer with one group of weights and one of biases and norms.
 
     Raises:
-        MissingExtraError: If the package pytorch_optimizer is absent.
         TypeError: If ``module`` is not a module.
         ValueError: If a number is out of range, or the module has no trainable parameter.
 
@@ -122,31 +134,87 @@ def lamb(module: nn.Module, lr: float, *, weight_decay: float = 0.01, **settings
         >>> [group["weight_decay"] for group in optimizer.param_groups]
         [0.01, 0.0]
 
-    Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020.
+    Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, 2020, Algorithm 2.
     """
-    groups = _make_groups(module, "lamb", weight_decay)
-    from pytorch_optimizer import Lamb
+    expect(is_number(lr) and lr > 0, "lr", lr, "a number above 0")
+    expect(is_number(weight_decay) and weight_decay >= 0, "weight_decay", weight_decay, "a number of 0 or more")
+    expect(all(is_number(beta) and 0 <= beta < 1 for beta in betas), "betas", betas, "two numbers from 0 on, below 1")
+    expect(is_number(eps) and eps > 0, "eps", eps, "a number above 0")
+    clips = max_grad_norm is not None
+    expect(not clips or max_grad_norm > 0, "max_grad_norm", max_grad_norm, "a number above 0, or None")
+    weights, rest = _make_groups(module, "lamb", weight_decay)
+    settings = {"lr": lr, "betas": betas, "eps": eps, "trust_ratio": True, "weight_decay": weight_decay}
+    groups = [{**weights, "trust_ratio": True}, {**rest, "trust_ratio": False}]
+    return _Lamb([group for group in groups if group["params"]], settings, max_grad_norm)
 
-    # As in the paper, the trust ratio scales the decay too; without a correction, the first steps would be too long.
-    paper = {"weight_decouple": False, "adam_debias": True}
-    optimizer = Lamb(groups, lr=lr, weight_decay=weight_decay, **{**paper, **settings})
-    optimizer.clamp = math.inf  # as in the authors' code: no limit of 10 on the norm of the weights
-    return optimizer
+
+class _Lamb(Optimizer):
+    """LAMB with the moments of each parameter in its state: ``step``, ``exp_avg`` and ``exp_avg_sq``, as Adam's."""
+
+    def __init__(self, groups: list[dict[str, Any]], settings: dict[str, Any], max_grad_norm: float | None) -> None:
+        super().__init__(groups, settings)
+        self.max_grad_norm = max_grad_norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor = self._clip_factor()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                grads = [param.grad for param in params]
+                self._step_group(group, params, grads if factor is None else [grad * factor for grad in grads])
+        return loss
+
+    def _clip_factor(self) -> Tensor | None:
+        if self.max_grad_norm is None:
+            return None
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        states = [self.state[param] for param in params]
+        for state, param in zip(states, params, strict=True):
+            if not state:
+                state["step"] = 0
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            state["step"] += 1
+        first, second = group["betas"]
+        averages = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        torch._foreach_lerp_(averages, grads, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - second)
+        # Both averages begin at zero; without the division, a bias would step up to 6 times as far as with Adam.
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, [math.sqrt(1 - second ** state["step"]) for state in states])
+        torch._foreach_add_(roots, group["eps"])
+        updates = [*torch._foreach_div(averages, [1 - first ** state["step"] for state in states])]
+        torch._foreach_div_(updates, roots)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        if group["trust_ratio"]:
+            torch._foreach_mul_(updates, _trust_ratios(params, updates))
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    """Return the norm of each weight over that of its update, and 1 where either is zero."""
+    norms = zip(torch._foreach_norm(params), torch._foreach_norm(updates), strict=True)
+    return [torch.where((weight > 0) & (update > 0), weight / update, 1.0) for weight, update in norms]
 
 
 def _make_groups(module: nn.Module, used_by: str, weight_decay: float) -> list[dict[str, Any]]:
-    """Return a group of weights and one of biases and norms, for an optimizer of pytorch_optimizer."""
-    require("pytorch_optimizer", used_by)
+    """Return a group of weights, and one of biases and norms; either may be empty."""
     weights, rest = split_parameters(module)
     if not weights and not rest:
         raise ValueError(
             f"{used_by}: expected a module with trainable parameters, got {type(module).__name__} without. Set "
             "requires_grad=True on some."
         )
-    groups: list[dict[str, Any]] = [
-        {"params": weights, "weight_decay": weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    if used_by == "lamb":
-        groups[0]["adam"], groups[1]["adam"] = False, True  # Adam: without a trust ratio
-    return [group for group in groups if group["params"]]
+    return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -26,7 +26,7 @@ from lightning_turbo.amp.convert import find_scaler_state
 from lightning_turbo.amp.grad_scaler import ApexGradScaler
 from lightning_turbo.amp.gradients import GradientStage, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
-from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.amp.levels import HALF_DTYPES, OptLevel
 from lightning_turbo.errors import AmpUsageError
 from lightning_turbo.plugins.nonfinite import NonFiniteGuard
 from lightning_turbo.plugins.skip_aware import wrap_scheduler
@@ -86,7 +86,7 @@ class ApexAMP(Precision):
 
     def __init__(
         self,
-        opt_level: str = "O1",
+        opt_level: OptLevel = "O1",
         *,
         dtype: torch.dtype | str | None = None,
         loss_scale: float | str | None = None,
@@ -101,7 +101,7 @@ class ApexAMP(Precision):
         valid = scaler is None or isinstance(scaler, ApexGradScaler)
         expect(valid, "scaler", scaler, "an ApexGradScaler or None", TypeError)
         expect(scaler is None or loss_scale is None, "loss_scale", loss_scale, "None beside a scaler", AmpUsageError)
-        self.opt_level = opt_level
+        self.opt_level: OptLevel = opt_level
         self._settings: dict[str, Any] = {
             "dtype": _dtype_of("dtype", dtype),
             "loss_scale": loss_scale,

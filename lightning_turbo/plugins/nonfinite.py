@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_turbo._lightning import rank_zero_warn
 from lightning_turbo._pytree import tensors_in
 from lightning_turbo.amp.grad_scaler import ApexGradScaler
 from lightning_turbo.amp.gradients import has_non_finite, numbers_of, params_of
+from lightning_turbo.amp.run_hooks import add_run_hooks, remove_run_hooks
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = ["NonFiniteError", "NonFiniteGuard"]
@@ -38,7 +40,7 @@ class NonFiniteGuard:
         self._sent: Tensor | None = None
         self._found: Tensor | None = None  # before the step under way, where no scaler looks
         self._in_a_row = 0
-        self._handles: list[Any] = []
+        self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         self._first: str | None = None
 
     def before_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> None:
@@ -90,12 +92,14 @@ class NonFiniteGuard:
     def _watch(self, module: nn.Module) -> None:
         """Look at the output of each module from now on."""
         for name, part in module.named_modules():
-            self._handles.append(part.register_forward_hook(functools.partial(self._look, name)))
+            handle = part.register_forward_hook(functools.partial(self._look, name))
+            add_run_hooks(part, handle)
+            self._handles.append((part, handle))
 
     def remove(self) -> None:
         """Look no more."""
-        for handle in self._handles:
-            handle.remove()
+        for part, handle in self._handles:
+            remove_run_hooks(part, [handle])
         self._handles.clear()
         self._first = self._sent = self._found = None
         self._in_a_row = 0

@@ -40,6 +40,11 @@ DIFFERENT = {
     ),
     "double_optimizer_param_O2": (TypeError, "refused by initialize already, not at the first backward"),
     "bfloat16_model_O2": (RuntimeError, "parameters are the masters, which half precision serves badly: refused"),
+    "half_buffer_O1": (None, "what is half already and does not train is let be"),
+    "bn_affine_false_O2": (
+        {"1.running_mean": "float32", "1.running_var": "float32", "1.num_batches_tracked": "int64"},
+        "a module without weights keeps its buffers, which positions and sums need",
+    ),
     "zero_grad_effect_O2": ([["none"], ["none"]], OWN_MASTER + ": zero_grad is torch's own"),
     "after_skip_grads_O2": ([[False] * 6] * 2, OWN_MASTER + ": gradients stay until zero_grad, as at O1"),
     "after_step_grads_O2": ([[False] * 6] * 2, OWN_MASTER + ": gradients stay until zero_grad, as at O1"),

@@ -543,8 +543,9 @@ def test_model_and_optimizer_are_pickled_whole(level):
     step(model, optimizer)
     x = torch.ones(2, 4)
     copies = pickled(model), pickled(optimizer)
-    assert torch.equal(copies[0](x), model(x))
-    assert same(weights(copies[0]), weights(model))
+    assert same(weights(copies[0]), [weight.float() for weight in weights(model)])
+    if level in ("O0", "O1"):  # at O2 and O3 the copy is the float32 network
+        assert torch.equal(copies[0](x).float(), model(x))
     assert type(copies[1]) is torch.optim.SGD
     assert same(amp.master_params(copies[1]), amp.master_params(optimizer))
     assert len(copies[1].state_dict()["state"]) == len(optimizer.state_dict()["state"])

@@ -28,9 +28,10 @@ def naive_lars(p, state):
 
 
 def naive_lamb(p, state):
+    state["t"] = state.get("t", 0) + 1
     state["m"] = 0.9 * state.get("m", 0) + 0.1 * p.grad
     state["v"] = 0.999 * state.get("v", 0) + 0.001 * p.grad**2
-    update = state["m"] / (state["v"].sqrt() + 1e-6)
+    update = state["m"] / (1 - 0.9 ** state["t"]) / ((state["v"] / (1 - 0.999 ** state["t"])).sqrt() + 1e-6)
     if p.ndim > 1:
         update = update + 0.1 * p
         update = update * p.norm() / update.norm()
@@ -76,23 +77,61 @@ def test_biases_and_norms_get_no_decay_and_no_trust_ratio():
     with pytest.raises(ValueError, match=r"parameters of one dimension, got the shapes \[\(2, 3\), \(2, 3\)\]"):
         lars(net, lr=0.1)
     optimizer = lamb(net, lr=0.1, weight_decay=0.05)
-    assert [group["adam"] for group in optimizer.param_groups] == [False, True]
+    assert [group["trust_ratio"] for group in optimizer.param_groups] == [True, False]
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.0, 0.05]
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("lightning_turbo._optional.installed", lambda module: False)
-    for make in (lars, lamb):
-        with pytest.raises(MissingExtraError, match=r"pytorch_optimizer.*lightning-turbo\[optim\]"):
-            make(network(), lr=0.1)
+    with pytest.raises(MissingExtraError, match=r"pytorch_optimizer.*lightning-turbo\[optim\]"):
+        lars(network(), lr=0.1)
+    lamb(network(), lr=0.1)
 
 
 @pytest.mark.parametrize(("make", "arguments", "message"), [
     (lars, {"weight_decay": -1}, "weight_decay must be non-negative"),  # by pytorch_optimizer
     (lars, {"module": 3}, r"module: expected a torch.nn.Module, got 3"),
     (lamb, {"module": nn.ReLU()}, "lamb: expected a module with trainable parameters, got ReLU without"),
+    (lamb, {"lr": 0.0}, "lr: expected a number above 0, got 0.0"),
+    (lamb, {"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+    (lamb, {"max_grad_norm": 0.0}, "max_grad_norm: expected a number above 0, or None"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(make, arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make(**{"module": network(), "lr": 0.1, **arguments})
+
+
+@pytest.mark.parametrize("steps", [1, 10, 300])
+@pytest.mark.parametrize("weight", ["zero", "of a norm", "bias"])
+def test_what_has_no_trust_ratio_moves_as_with_adam(weight, steps):
+    """In LAMB's first steps too; a weight of zeros, whose ratio is 1, only in the first."""
+    moved = []
+    for make in (lambda net: lamb(net, 1e-3, weight_decay=0.0), lambda net: torch.optim.Adam(net.parameters(), 1e-3)):
+        net = network().double()
+        held = {"zero": net[0].weight, "of a norm": net[1].weight, "bias": net[3].bias}[weight]
+        nn.init.zeros_(net[0].weight)
+        start, optimizer = held.detach().clone(), make(net)
+        for _ in range(1 if weight == "zero" else steps):
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        moved.append(held.detach() - start)
+    torch.testing.assert_close(*moved, rtol=1e-5, atol=1e-9)
+
+
+def test_lamb_clips_the_norm_of_all_gradients_and_goes_on_from_its_state():
+    ends = []
+    for clips in (True, False):
+        net = network()
+        optimizer = lamb(net, 0.01, max_grad_norm=0.1 if clips else None)
+        for step in range(4):
+            gradients(net, step)
+            if not clips:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            state = optimizer.state_dict()
+            optimizer = lamb(net, 0.01, max_grad_norm=0.1 if clips else None)
+            optimizer.load_state_dict(state)
+        ends.append([p.detach() for p in net.parameters()])
+    torch.testing.assert_close(*ends)

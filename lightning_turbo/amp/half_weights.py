@@ -1,0 +1,123 @@
+"""O3: weights that are half while a run lasts."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_turbo.amp.half_call import needs_cast
+from lightning_turbo.amp.half_forward import HalfForward
+from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.amp.run_hooks import add_run_hooks, remove_run_hooks
+
+__all__ = ["HalfWeights", "cast_state"]
+
+
+class HalfWeights:
+    """The weights of O3: half precision until ``restore``, with a float32 ``state_dict``.
+
+    Float32 stays what a module that computes in float32 has too, and every buffer of a module without weights, as the
+    class weights of a loss, which may be called outside of the network: ``forward`` casts these in its calls.
+
+    Args:
+        forward: Says which modules are cast, and to what.
+        models: Whose parameters and buffers are cast, in place; the ``Parameter`` objects stay the same.
+        step_owner: The only model, if its training step is not its call. The step uses its own tensors, which stay too.
+    """
+
+    def __init__(self, forward: HalfForward, models: Iterable[nn.Module], step_owner: nn.Module | None = None) -> None:
+        self.dtype = forward.dtype
+        forward.has_half_weights = True
+        roots = list(models)
+        everywhere = {part for root in roots for part in root.modules()}
+        # Names of tensors that were half before the run, and stay so, as those of a frozen encoder.
+        self._half_before = {part: names for part in everywhere if (names := _half_names(part))}
+        # By id of a half tensor: what it was like, and its float32 form, for as long as a copy is being made of it.
+        self._wide: dict[int, tuple[Any, weakref.ref[Tensor]]] = {}
+        modules = [module for root in roots for module in forward.cast_modules(root)]
+        self._modules = weakref.WeakSet(modules)
+        of_calls = [module for module in modules if module is not step_owner]
+        self._make_all_half(of_calls, everywhere.difference(of_calls))
+        save = functools.partial(self._save_float32)  # on which torch sets an attribute
+        self._handles = {module: module.register_state_dict_post_hook(save) for module in modules}
+        for module, handle in self._handles.items():
+            add_run_hooks(module, handle, plain_attributes=self._wide_attributes)
+
+    def _make_all_half(self, modules: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
+        kept = {param for module in others for param in module.parameters(recurse=False)}
+        for module in modules:
+            self._make_half(module, kept)
+
+    def _make_half(self, module: nn.Module, kept: set[nn.Parameter]) -> None:
+        own = set(module.parameters(recurse=False))
+        buffers = module.buffers(recurse=False) if own else ()
+        for tensor in (*(own - kept), *buffers):
+            if needs_cast(tensor, self.dtype):
+                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+    def restore(self, optimizers: Iterable[Optimizer]) -> None:
+        """Give modules their float32 back, what was added to them too, and optimizers theirs."""
+        for module, handle in self._handles.items():
+            remove_run_hooks(module, [handle])
+        for part in {part for module in self._modules for part in module.modules()}:
+            before = self._half_before.get(part, ())
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and tensor.dtype is self.dtype and name not in before:
+                    tensor.data, tensor.grad = tensor.data.float(), None
+        for optimizer in optimizers:
+            cast_state(optimizer)
+
+    # What leaves the run: the state of the module, and copies of it
+
+    def _save_float32(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        below = module.named_modules(prefix=prefix.removesuffix(".")) if self._half_before else ()
+        before = {f"{name}.{own}".removeprefix(".") for name, part in below for own in self._half_before.get(part, ())}
+        for name, tensor in state.items():
+            is_below = name.startswith(prefix) and name not in before
+            if is_below and isinstance(tensor, Tensor) and tensor.dtype in HALF_DTYPES:
+                state[name] = tensor.float()
+
+    def _wide_attributes(self, module: nn.Module) -> dict[str, Any]:
+        before = self._half_before.get(module, ())
+        wide: dict[str, Any] = {
+            holder: {
+                name: each if name in before else self._wide_of(each) for name, each in vars(module)[holder].items()
+            }
+            for holder in ("_parameters", "_buffers")
+        }
+        if isinstance(module, nn.RNNBase):
+            wide["_flat_weights"] = [self._wide_of(weight) for weight in module._flat_weights]
+            wide["_flat_weight_refs"] = [each if each is None else weakref.ref(each) for each in wide["_flat_weights"]]
+        return wide
+
+    def _wide_of(self, tensor: Any) -> Any:
+        """Return a tensor in float32, the same one each time, so that weights that are shared stay so in a copy."""
+        if tensor is None or tensor.dtype is not self.dtype:
+            return tensor
+        state = (tensor._version, tensor.data_ptr())
+        made_of, reference = self._wide.get(id(tensor), (None, None))
+        wide = None if reference is None or made_of != state else reference()
+        if wide is None:
+            wide = tensor.detach().float()
+            if isinstance(tensor, nn.Parameter):
+                wide = nn.Parameter(wide, tensor.requires_grad)
+            self._wide[id(tensor)] = state, weakref.ref(wide)
+        return wide
+
+
+def _half_names(module: nn.Module) -> set[str]:
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return {name for name, tensor in tensors if tensor is not None and tensor.dtype in HALF_DTYPES}
+
+
+def cast_state(optimizer: Optimizer) -> None:
+    """Bring what an optimizer has gathered to the dtype of its parameters, as torch does when it loads a state."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,112 @@
+"""Hooks that a run puts on modules, and that no copy of a module takes along.
+
+A callback may copy a network in the middle of a run, and a checkpoint may pickle one: what comes out is the network as
+it was before the run, with float32 weights and without hooks of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["add_run_hooks", "remove_run_hooks"]
+
+
+class _Hooked:
+    """What a module has from the runs that hooked it, from the first ``add_run_hooks`` to the last removal."""
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.plain_attributes: list[Callable[[nn.Module], dict[str, Any]]] = []
+
+
+_hooked: WeakKeyDictionary[nn.Module, _Hooked] = WeakKeyDictionary()
+
+
+def add_run_hooks(
+    module: nn.Module,
+    *handles: RemovableHandle,
+    plain_attributes: Callable[[nn.Module], dict[str, Any]] | None = None,
+) -> None:
+    """Let copies and pickles of a module be without these hooks, until they are removed.
+
+    Args:
+        module: Has the hooks.
+        *handles: Of the hooks.
+        plain_attributes: Returns attributes of the module as they were before the run, by name.
+    """
+    if module not in _hooked:
+        _hooked[module] = _Hooked()
+        # Python asks the object itself before its class, but for shallow copies, which ask for the state alone.
+        vars(module)["__getstate__"] = functools.partial(_state_of, module)
+        # torch.jit.script, which compiles hooks and cannot compile these, asks for what it shall script.
+        vars(module)["__prepare_scriptable__"] = functools.partial(copy.deepcopy, module)
+        if hasattr(type(module), "__deepcopy__"):  # as a parametrized module has, and one of torch.fx
+            vars(module)["__deepcopy__"] = functools.partial(_deep_copy, module)
+        if type(module).__reduce__ is not object.__reduce__:
+            vars(module)["__reduce_ex__"] = functools.partial(_reduce, module)
+    _hooked[module].handles.extend(handles)
+    if plain_attributes is not None:
+        _hooked[module].plain_attributes.append(plain_attributes)
+
+
+def remove_run_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> None:
+    """Remove hooks, and what ``add_run_hooks`` put in for copies once the last of them is gone."""
+    hooked = _hooked.get(module)
+    for handle in handles:
+        handle.remove()
+        if hooked is not None and handle in hooked.handles:
+            hooked.handles.remove(handle)
+    if hooked is not None and not hooked.handles:
+        del _hooked[module]
+        for name in _METHODS:
+            vars(module).pop(name, None)
+
+
+_METHODS = ("__getstate__", "__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
+
+
+@contextlib.contextmanager
+def _as_before(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Show a module's attributes as they were before the run; yields the dict of them."""
+    own = vars(module)
+    hooked = _hooked[module]
+    shown: dict[str, Any] = {}
+    for handle in hooked.handles:
+        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            hooks = reference()
+            for name in [name for name, value in own.items() if value is hooks]:
+                without = shown.setdefault(name, copy.copy(own[name]))
+                without.pop(handle.id, None)
+    for plain_attributes in hooked.plain_attributes:
+        shown.update(plain_attributes(module))
+    hidden = {name: own[name] for name in shown} | {name: own.pop(name) for name in _METHODS if name in own}
+    own.update(shown)
+    try:
+        yield own
+    finally:
+        own.update(hidden)
+
+
+def _state_of(module: nn.Module) -> Any:
+    with _as_before(module) as own:
+        get_state = getattr(module, "__getstate__", None)  # of its class; every object has one since Python 3.11
+        state = own if get_state is None else get_state()
+        return dict(own) if state is own else state
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    with _as_before(module):
+        return copy.deepcopy(module, memo)
+
+
+def _reduce(module: nn.Module, protocol: Any) -> Any:
+    with _as_before(module):
+        return module.__reduce_ex__(protocol)

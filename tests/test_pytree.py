@@ -1,0 +1,79 @@
+"""Walks over the tensors of a batch: what is shared, or leads back to itself."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lightning_turbo._pytree import map_tensors, tensors_in
+
+
+class Node:
+    """A tree as a batch: children know their parents."""
+
+    def __init__(self, x, parent=None):
+        self.x, self.parent, self.children = x, parent, []
+        if parent is not None:
+            parent.children.append(self)
+
+    def to(self, where):
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(eq=False)
+class Ring:
+    x: torch.Tensor
+    after: "Ring | None" = None
+    seen: dict = dataclasses.field(default_factory=dict)
+
+
+def double(tensor):
+    return tensor.double()
+
+
+def test_a_tree_whose_children_know_their_parents():
+    root = Node(torch.ones(1))
+    child = Node(torch.full((1,), 2.0), root)
+    Node(torch.full((1,), 3.0), child)
+    twin = map_tensors({"tree": root}, double)["tree"]
+    (below,) = twin.children
+    (lowest,) = below.children
+    assert below.parent is twin
+    assert lowest.parent is below
+    assert [node.x.item() for node in (twin, below, lowest)] == [1.0, 2.0, 3.0]
+    assert {node.x.dtype for node in (twin, below, lowest)} == {torch.float64}
+    assert root.x.dtype is torch.float32  # what was given stays
+    assert child.parent is root
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_ring_of_dataclasses_stays_a_ring(length):
+    rings = [Ring(torch.full((1,), float(i))) for i in range(length)]
+    for ring, after in zip(rings, [*rings[1:], rings[0]], strict=True):
+        ring.after = after
+        ring.seen["before"] = ring
+    twin = map_tensors(rings[0], double)
+    each, values = twin, []
+    for _ in range(length):
+        assert each.seen["before"] is each
+        assert each.x.dtype is torch.float64
+        values.append(each.x.item())
+        each = each.after
+    assert each is twin
+    assert values == list(range(length))
+    assert len(tensors_in(rings[0])) == length
+
+
+def test_what_is_shared_stays_shared_and_what_does_not_change_is_itself():
+    @dataclasses.dataclass
+    class Holds:
+        x: torch.Tensor
+
+    def widen(tensor):
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    shared, whole = Holds(torch.ones(1)), Holds(torch.ones(1, dtype=torch.int64))
+    first, second, kept = map_tensors((shared, [shared], whole), widen)
+    assert first is second[0]
+    assert first.x.dtype is torch.float64
+    assert kept is whole
