@@ -200,15 +200,24 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
-        examples=("photos packed --size 224x224", "scans packed --labels masks --workers 2"),
+        examples=("photos packed --size 224x224", "BraTS packed --modalities=-t1n,-t2w --spacing 1x1x1 --workers 2"),
         help="pack a folder of images or volumes into arrays that are memory-mapped",
         description="Pack the images, .npy or NIfTI volumes below FOLDER, as they are or at one size, for "
-        "PackedDataset and PatchDataset. Subfolders are classes; hidden files are passed over. OUT appears when "
-        "everything is in it; after Ctrl-C the same command goes on.",
+        "PackedDataset and PatchDataset. Subfolders are classes; nnU-Net's folders, and label volumes beside their "
+        "volumes, as BraTS', are found; hidden files are passed over. OUT appears when everything is in it; after "
+        "Ctrl-C the same command goes on.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--labels", type=Path, metavar="FOLDER", help="with a label volume for each volume")
+    parser.add_argument(
+        "--labels",
+        metavar="FOLDER|END|none",
+        help="folder with a label volume for each volume, or the end of the names of those in FOLDER, as "
+        "--labels=-lesion (default: found by their names); none leaves them out",
+    )
+    parser.add_argument(
+        "--spacing", type=_distances, metavar="DxHxW", help="resample NIfTI files to these millimetres, as 1x1x1.5"
+    )
     parser.add_argument(
         "--size",
         type=_size,
@@ -223,7 +232,7 @@ def _add_pack(commands: Commands) -> None:
         "--modalities",
         type=_names,
         metavar="A,B,...",
-        help="ends of the names of files that become channels",
+        help="ends of the names of files that become channels, as --modalities=-t1n,-t2w",
     )
     parser.add_argument(
         "--compress", type=_size, metavar="DxHxW", help="compress volumes in chunks, best of the size of the patches"
@@ -239,14 +248,21 @@ def _add_pack(commands: Commands) -> None:
 def _pack(arguments: argparse.Namespace) -> int:
     from lightning_turbo.data.packed.pack_files import pack_folder
 
-    names = ("labels", "size", "mode", "classes", "modalities", "skip_broken", "overwrite")
+    names = ("labels", "spacing", "size", "mode", "classes", "modalities", "skip_broken", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
+    options["labels"] = False if arguments.labels == "none" else arguments.labels
     options |= {"compress": arguments.compress or False, "num_workers": arguments.workers}
     try:
-        found = pack_folder(arguments.folder, arguments.out, progress=_show_progress(), **options)
+        # A shell shows no line of Python with each warning.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", TurboWarning)
+            found = pack_folder(arguments.folder, arguments.out, progress=_show_progress(), **options)
     except ValueError as error:
         return _refused(str(error))
-    print(f"{arguments.out}: {found['samples']} samples, {len(found['classes'])} classes")
+    for warning in caught:
+        print(f"lightning-turbo: warning: {warning.message}", file=sys.stderr)
+    with_labels = " with label volumes" if found["foreground"] else ""
+    print(f"{arguments.out}: {found['samples']} samples{with_labels}, {len(found['classes'])} classes")
     if found["skipped"]:
         print(f"{arguments.out}.broken.txt: {found['skipped']} files were left out")
     return 0
@@ -274,6 +290,12 @@ def _size(text: str) -> tuple[int, ...]:
             f"size {text!r}: expected HEIGHTxWIDTH in pixels, as 224x224, or DEPTHxHEIGHTxWIDTH in voxels"
         )
     return tuple(int(part) for part in text.split("x"))
+
+
+def _distances(text: str) -> tuple[float, ...]:
+    if not re.fullmatch(r"\d*\.?\d+(x\d*\.?\d+){2}", text):
+        raise argparse.ArgumentTypeError(f"spacing {text!r}: expected DEPTHxHEIGHTxWIDTH in millimetres, as 1x1x1.5")
+    return tuple(float(part) for part in text.split("x"))
 
 
 def _refused(why: str) -> int:

@@ -87,6 +87,19 @@ def test_pack(capsys, tmp_path):
     assert cli.main(["pack", "scans", "packed", "--overwrite"]) == 0
 
 
+def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):
+    (tmp_path / "scans").mkdir()
+    for name in ("a-t1", "a-t2", "a-seg"):
+        np.save(tmp_path / "scans" / f"{name}.npy", np.ones((3, 3, 3), dtype=np.int16))
+    assert cli.main(["pack", "scans", "packed", "--modalities=-t1,-t2"]) == 0
+    assert capsys.readouterr().out.startswith("packed: 1 samples with label volumes")
+    assert cli.main(["pack", "scans", "named", "--modalities=-t1,-t2", "--labels=-seg"]) == 0
+    assert cli.main(["pack", "scans", "without", "--modalities=-t1,-t2", "--labels", "none"]) == 0
+    assert (Path("packed/labels.npy").exists(), Path("without/labels.npy").exists()) == (True, False)
+    assert "does not go with .npy files" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1x1.5")
+    assert "expected DEPTHxHEIGHTxWIDTH in millimetres" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1")
+
+
 def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_path, monkeypatch):
     for name in ("scans/0.npy", "scans/1.npy", "masks/0.npy", "masks/1.npy"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -8,12 +8,11 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
 
 from lightning_turbo import _optional
 from lightning_turbo.data import PackedDataset, pack_folder
-from lightning_turbo.data.packed import pack_files
 from lightning_turbo.errors import MissingExtraError
+from tests.data.packed.files import packed
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -28,11 +27,6 @@ def images(tmp_path):
         pixels[name] = rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)
         Image.fromarray(pixels[name]).save(root / name)
     return root, pixels
-
-
-def packed(folder, out, **options):
-    pack_folder(folder, out, **options)
-    return PackedDataset(out)
 
 
 # Images and classes.
@@ -214,195 +208,6 @@ def test_the_call_after_an_error_goes_on_or_begins_again(tmp_path, monkeypatch, 
         assert [int(data[n].flatten()[0]) for n in range(4 - still)] == expected
         assert [path.name for path in sorted(tmp_path.iterdir())] == ["in", "out", "out.broken.txt"][: 2 + bool(still)]
     assert seen == ([] if what == "nothing" else [1, 2, 3, 4])
-
-
-# Volumes.
-
-AFFINE = np.array([[-2.0, 0, 0, 90], [0, 1.5, 0, -126], [0, 0.1, 3, -72], [0, 0, 0, 1]])
-
-
-@pytest.fixture
-def nifti(tmp_path):
-    nibabel = pytest.importorskip("nibabel")
-
-    def save(name, array, affine=AFFINE, **header):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image = nibabel.Nifti1Image(array, affine)
-        for key, value in header.items():
-            getattr(image.header, key)(*value)
-        nibabel.save(image, path)
-        return array
-
-    return save
-
-
-@pytest.mark.parametrize(("suffix", "label_suffix"), [(".nii", ".nii.gz"), (".NII.GZ", ".npy")])
-def test_pairs_of_volumes_keep_spacing_and_affine(nifti, tmp_path, suffix, label_suffix):
-    generator = np.random.default_rng(0)
-    scans, masks = [], []
-    for n in range(3):
-        scans.append(nifti(f"scans/case_{n}_0000{suffix}", generator.integers(-99, 99, (5, 6, 4), dtype=np.int16)))
-        masks.append(generator.integers(0, 3, (5, 6, 4)).astype(np.float32))
-        if label_suffix == ".npy":
-            (tmp_path / "masks").mkdir(exist_ok=True)
-            np.save(tmp_path / "masks" / f"case_{n}.npy", masks[-1])
-        else:
-            nifti(f"masks/case_{n}{label_suffix}", masks[-1])
-    contents = pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
-    assert contents == {
-        "arrays": ["volumes", "labels"], "classes": [], "foreground": "labels", "samples": 3, "skipped": 0
-    }  # fmt: skip
-    volumes, labels = PackedDataset(tmp_path / "out").batch([0, 1, 2])
-    assert np.array_equal(volumes.numpy(), np.stack(scans))
-    assert np.array_equal(labels.numpy(), np.stack(masks))
-    assert (volumes.dtype, labels.dtype) == (torch.int16, torch.int16)
-    affine, spacing = PackedDataset(tmp_path / "out", keys=("affine", "spacing"))[1]
-    assert np.allclose(affine, AFFINE)  # NIfTI keeps it in float32
-    assert np.allclose(spacing, [2, np.hypot(1.5, 0.1), 3])
-
-
-def test_volumes_are_cut_and_padded_about_their_centre(nifti, tmp_path):
-    whole = np.arange(1, 5 * 6 * 4 + 1, dtype=np.float32).reshape(5, 6, 4)
-    nifti("scans/a.nii", whole)
-    nifti("masks/a.nii", (whole > 50).astype(np.uint8))
-    nifti("scans/b.nii", whole[:4, :5, :2])
-    nifti("masks/b.nii", np.ones((4, 5, 2), np.uint8))
-    pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks", size=(3, 8, 4))
-    volume, label, affine = PackedDataset(tmp_path / "out", keys=("volumes", "labels", "affine"))[0]
-    assert np.array_equal(volume[:, 1:7].numpy(), whole[1:4])
-    assert (volume[:, [0, 7]] == 1).all()
-    assert (label[:, [0, 7]] == 0).all()
-    assert np.array_equal(label[:, 1:7].numpy(), whole[1:4] > 50)
-    at = np.array([1, 3, 2, 1])  # the same voxel before and after lies at the same millimetres
-    assert np.allclose(affine.numpy() @ at, AFFINE @ np.add(at, [1, -1, 0, 0]))
-
-
-def test_what_nifti_files_hold(nifti, tmp_path):
-    scaled = nifti("scaled/a.nii", np.full((2, 3, 4), 7.5, np.float32), set_data_dtype=(np.int16,))
-    nifti("channels/a.nii", np.arange(48, dtype=np.uint8).reshape(2, 3, 4, 2))
-    volume = packed(tmp_path / "scaled", tmp_path / "a")[0]
-    assert volume.dtype == torch.float32
-    assert np.allclose(volume, scaled, atol=1e-3)
-    channels = packed(tmp_path / "channels", tmp_path / "b")[0]
-    assert channels.shape == (2, 2, 3, 4)  # channels first
-    assert channels[1, 0, 0, 1] == 3
-    cut = packed(tmp_path / "channels", tmp_path / "cut", size=(3, 2, 4))[0]
-    assert cut.shape == (2, 3, 2, 4)
-    assert torch.equal(cut[:, 1:], channels[:, :, :2])
-    assert packed(tmp_path / "channels", tmp_path / "slice", size=(1, 3, 4))[0].shape == (2, 1, 3, 4)
-    nifti("classes/ill/a.nii.gz", np.zeros((2, 2, 2), np.uint8))
-    assert packed(tmp_path / "classes", tmp_path / "c").classes == ["ill"]
-
-
-@pytest.mark.parametrize(
-    ("mask", "affine", "message"),
-    [
-        (np.zeros((2, 2, 3), np.uint8), AFFINE, r"1.nii.gz': expected the shape \(2, 2, 2\), got \(2, 2, 3\)"),
-        (np.zeros((2, 2, 2), np.uint8), np.eye(4), "1.nii.gz': expected the affine of its volume"),
-        (np.full((2, 2, 2), 70000, np.int32), AFFINE, "1.nii.gz': expected whole numbers of 16 bits"),
-        (None, AFFINE, "cannot be packed"),
-    ],
-)
-def test_a_label_volume_has_to_lie_on_its_volume(nifti, tmp_path, mask, affine, message):
-    for n in range(2):
-        nifti(f"scans/{n}.nii.gz", np.zeros((2, 2, 2), np.uint8))
-        nifti(f"masks/{n}.nii.gz", np.zeros((2, 2, 2), np.uint8))
-    if mask is None:
-        (tmp_path / "scans" / "1.nii.gz").write_bytes((tmp_path / "scans" / "0.nii.gz").read_bytes()[:60])
-    else:
-        nifti("masks/1.nii.gz", mask, affine)
-    with pytest.raises(ValueError, match=message):
-        pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
-    options = {"labels": tmp_path / "masks", "skip_broken": True}
-    assert pack_folder(tmp_path / "scans", tmp_path / "out", **options)["samples"] == 1
-    (tmp_path / "masks" / "0.nii.gz").unlink()
-    with pytest.raises(FileNotFoundError, match=r"labels: expected a label volume .* got none for \['0'\]"):
-        pack_folder(tmp_path / "scans", tmp_path / "other", labels=tmp_path / "masks")
-
-
-@pytest.mark.parametrize("labels", [True, False])
-def test_scans_are_packed_as_they_are(nifti, tmp_path, labels):
-    generator = np.random.default_rng(0)
-    scans = [
-        nifti("scans/a.nii.gz", generator.integers(-99, 99, (5, 6, 4), dtype=np.int16)),
-        nifti("scans/b.nii", generator.normal(size=(3, 7, 2)).astype(np.float32)),
-        nifti("scans/c.nii.gz", generator.integers(0, 9, (2, 2, 9), dtype=np.uint8), np.eye(4)),
-    ]
-    masks = [np.zeros(scan.shape, np.uint8) for scan in scans]
-    masks[1][1, 2, 1] = 3
-    for name, mask, affine in zip("abc", masks, (AFFINE, AFFINE, np.eye(4)), strict=True):
-        nifti(f"masks/{name}.nii.gz", mask, affine)
-    pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks" if labels else None)
-    keys = {
-        "image": "volumes",
-        **({"label": "labels"} if labels else {}),
-        "at": "affine",
-        "mm": "spacing",
-        "of": "files",
-    }
-    dataset = PackedDataset(tmp_path / "out", keys=keys)
-    for n, scan in enumerate(scans):
-        sample = dataset[n]
-        assert sample["image"].dtype == torch.float32  # which holds all three dtypes
-        assert np.array_equal(sample["image"].numpy(), scan)
-        assert not labels or np.array_equal(sample["label"].numpy(), masks[n])
-        assert np.allclose(sample["at"], np.eye(4) if n == 2 else AFFINE)
-        assert np.allclose(sample["mm"], 1 if n == 2 else [2, np.hypot(1.5, 0.1), 3])
-        assert sample["of"] == ("a.nii.gz", "b.nii", "c.nii.gz")[n]
-    assert [sample["image"].shape for sample in dataset.__getitems__([2, 0])] == [(2, 2, 9), (5, 6, 4)]
-    with pytest.raises(ValueError, match=r"expected rows of one shape; the rows differ in shape"):
-        dataset.batch([0, 1])
-    stored = np.load(tmp_path / "out" / "volumes.npy").nbytes
-    assert stored == scans[0].nbytes + scans[1].nbytes + scans[2].nbytes  # integers stay integers
-
-
-def test_files_become_the_channels_of_one_volume(nifti, tmp_path):
-    def scan(name, value, shape=(4, 3, 2)):
-        return nifti(f"scans/{name}.nii.gz", np.full(shape, value, np.uint8))
-
-    for case, shape in (("a", (4, 3, 2)), ("b", (2, 3, 5))):
-        scan(f"{case}_0000", 1, shape), scan(f"{case}_0001", 2, shape)
-        nifti(f"masks/{case}.nii.gz", np.ones(shape, np.uint8))
-    options = {"labels": tmp_path / "masks", "modalities": ("_0001", "_0000")}
-    pack_folder(tmp_path / "scans", tmp_path / "out", **options)
-    dataset = PackedDataset(tmp_path / "out")
-    assert [volume.shape for volume, _ in dataset.__getitems__([0, 1])] == [(2, 4, 3, 2), (2, 2, 3, 5)]
-    assert dataset[1][0].flatten(1).unique(dim=1).tolist() == [[2], [1]]
-    scan("c_0000", 1)
-    with pytest.raises(FileNotFoundError, match=r"expected each of .* for the volume 'c', got \['_0000'\]"):
-        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
-    scan("c_0001", 1, (4, 3, 1))
-    nifti("masks/c.nii.gz", np.ones((4, 3, 2), np.uint8))
-    with pytest.raises(ValueError, match=r"c_0001.nii.gz'.*|expected the shape \(4, 3, 2\)"):
-        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
-    scan("d", 1)
-    with pytest.raises(ValueError, match=r"expected names that end in one of .* got '.*d.nii.gz'"):
-        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
-
-
-@pytest.mark.parametrize("module", ["isal", "gzip"])
-def test_gz_files_are_read_whole(nifti, tmp_path, monkeypatch, module):
-    if module == "isal":
-        pytest.importorskip("isal")
-    else:
-        monkeypatch.setattr(pack_files, "installed", lambda module: False)
-    scan = nifti("scans/a.nii.gz", np.arange(24, dtype=np.int16).reshape(2, 3, 4))
-    assert np.array_equal(packed(tmp_path / "scans", tmp_path / "out")[0].numpy(), scan)
-    content = bytearray((tmp_path / "scans" / "a.nii.gz").read_bytes())
-    content[-8] ^= 1  # its checksum
-    (tmp_path / "scans" / "a.nii.gz").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a.nii.gz'"):
-        pack_folder(tmp_path / "scans", tmp_path / "other")
-
-
-def test_voxels_that_are_not_finite_are_named(tmp_path):
-    (tmp_path / "in").mkdir()
-    np.save(tmp_path / "in" / "a.npy", np.array([[1, np.nan, np.inf]], dtype=np.float32))
-    with pytest.raises(
-        ValueError, match=r"a.npy': values of 'a.npy': expected finite numbers.*got '2 that are NaN or infinite'"
-    ):
-        pack_folder(tmp_path / "in", tmp_path / "out")
 
 
 # What is refused.

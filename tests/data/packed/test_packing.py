@@ -1,7 +1,6 @@
 """pack: the samples of any dataset, whole or not at all, and what is left when it is interrupted."""
 
 import functools
-import json
 import multiprocessing
 import os
 import signal
@@ -11,35 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_turbo.data import PackedDataset, pack
-
-
-class Samples(Dataset):
-    """Samples of a function of the index, which counts what was asked for."""
-
-    def __init__(self, make, number=5):
-        self.make, self.number, self.asked = make, number, []
-
-    def __len__(self):
-        return self.number
-
-    def __getitem__(self, index):
-        if not 0 <= index < self.number:
-            raise IndexError(index)
-        self.asked.append(index)
-        return self.make(index)
-
-
-def scan(n):
-    generator = np.random.default_rng(n)
-    return generator.integers(0, 99, (2, 3 + n, 4, 5 + n % 2)).astype(("i2", "u1")[n % 2])
-
-
-def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
+from tests.data.packed.files import Samples, files_of, scan
 
 SHAPES = {
     "tensor": lambda n: torch.full((3, 2), n),
@@ -83,13 +57,6 @@ def test_samples_come_back_as_they_were(tmp_path, kind, num_workers):
         batches = list(DataLoader(packed, 3, collate_fn=PackedDataset.collate)) if kind != "strings" else []
         assert all(kinds_in(batch) == kinds_in(dataset[0]) for batch in batches)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
-def test_the_files_are_plain_arrays_where_samples_are_alike(tmp_path):
-    pack(Samples(SHAPES["array and number"]), tmp_path / "out")
-    assert sorted(files_of(tmp_path / "out")) == ["0.npy", "1.npy", "packed.json"]
-    assert np.load(tmp_path / "out" / "0.npy", mmap_mode="r").shape == (5, 2, 2)
-    assert np.load(tmp_path / "out" / "1.npy").tolist() == [0, 1, 2, 3, 4]
 
 
 def test_images_of_a_folder_of_torchvision_kind(tmp_path):
@@ -172,28 +139,6 @@ def test_worker_processes_end_with_a_process_that_is_killed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("field", [1, 2, 3])
-def test_an_interruption_at_the_end_goes_on_too(tmp_path, monkeypatch, field):
-    def make(n):
-        return {"x": scan(n), "n": n, "name": "a" * n}
-
-    def interrupt(descriptor):
-        calls.append(descriptor)
-        if len(calls) == field:
-            raise KeyboardInterrupt
-
-    pack(Samples(make), tmp_path / "whole")
-    calls = []
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pack(Samples(make), tmp_path / "out")
-    dataset = Samples(make)
-    pack(dataset, tmp_path / "out")
-    assert dataset.asked == [0]
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("other", [Samples(lambda n: scan(n) + 1), Samples(scan, 4)])
 def test_another_dataset_begins_from_the_start(tmp_path, other):
     def stop(n):
@@ -266,17 +211,3 @@ def test_an_empty_dataset_and_a_batch_transform_of_different_shapes_are_refused(
         PackedDataset(tmp_path / "out", transform=list)
     packed = PackedDataset(tmp_path / "out", sample_transform=lambda sample: sample.float().mean())
     assert default_collate(packed.__getitems__([0, 1])).tolist() == [packed[0], packed[1]]
-
-
-def test_compressed_samples_are_smaller_and_the_same(tmp_path):
-    pytest.importorskip("blosc2")
-    dataset = Samples(lambda n: {"x": np.full((2, 40 + n, 40, 40), n, np.int16), "n": n})
-    for name, compress in (("plain", False), ("small", (16, 16, 16))):
-        pack(dataset, tmp_path / name, compress=compress)
-    sizes = [(tmp_path / name / "x.npy").stat().st_size for name in ("small", "plain")]
-    assert sizes[0] < sizes[1] / 10
-    packed = PackedDataset(tmp_path / "small")
-    loaded = list(DataLoader(packed, None, num_workers=1))
-    assert all(np.array_equal(loaded[n]["x"], dataset[n]["x"]) for n in range(5))
-    assert [sample["n"].item() for sample in loaded] == [0, 1, 2, 3, 4]
-    assert json.loads((tmp_path / "small" / "packed.json").read_text())["samples"] == 5

@@ -1,0 +1,358 @@
+"""Which files below a folder make a sample: the channels of a volume, its label volume, or its class."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_turbo._checks import expect
+from lightning_turbo.data.folders import find_classes, list_files
+
+__all__ = ["KINDS", "VOLUMES", "Layout", "find_images", "find_kind", "find_volumes"]
+
+IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+NIFTI = (".nii", ".nii.gz")
+VOLUMES = (".npy", *NIFTI)
+KINDS = {"images": IMAGES, ".npy files": (".npy",), "NIfTI files": NIFTI}
+
+# How the name of a label volume ends where it lies beside its volume: BraTS, ACDC, BIDS, KiTS, and many others.
+MASK = re.compile(r"(?:^|(?<=/)|[-_. ])(seg|dseg|segmentation|mask|msk|label|labels|gt)$", re.IGNORECASE)
+
+MARKS = ("-", "_", ".", " ", "/")  # between the name of a case and the end of that of a file
+
+Labels = str | os.PathLike[str] | bool | None
+
+
+class Layout(NamedTuple):
+    """The files of each sample.
+
+    Attributes:
+        volumes: For each sample its files, one for each channel; ``None`` for one that is missing.
+        masks: For each sample its label volume, or ``None`` if it is missing; ``None`` if there are no label volumes.
+        numbers: For each sample the number of its class; ``None`` if there are no classes.
+        classes: Names of the classes.
+    """
+
+    volumes: list[list[Path | None]]
+    masks: list[Path | None] | None
+    numbers: list[int] | None
+    classes: Sequence[str]
+
+
+class _Description(NamedTuple):
+    """What the ``dataset.json`` of nnU-Net and of the Medical Segmentation Decathlon says."""
+
+    ends: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+def find_kind(source: Path) -> tuple[str, list[Path]]:
+    """Return the kind of the files below a folder, and the files; of nnU-Net's folders those for training."""
+    place = _images_in(source)
+    found = {kind: files for kind, suffixes in KINDS.items() if (files := list_files(place, suffixes))}
+    known = ", ".join(suffix for suffixes in KINDS.values() for suffix in suffixes)
+    expect(found, "folder", str(place), f"a folder with files that end in {known}", FileNotFoundError)
+    expect(len(found) == 1, "folder", str(place), f"one kind of files, not {' and '.join(found)}")
+    ((kind, files),) = found.items()
+    return kind, files
+
+
+def find_images(source: Path, files: list[Path], labels: Labels, classes: Sequence[str] | None) -> Layout:
+    """Return the images of a folder, and their classes."""
+    stems = {_stem(path, source) for path in files}
+    masks = {path for path, case in _masks_among(source, files).items() if case in stems}
+    if masks and labels is not False:
+        raise ValueError(
+            f"labels: expected images, got masks among them, such as {str(min(masks))!r}. Move them away, or pass "
+            "labels=False (--labels none), which leaves them out."
+        )
+    files = [path for path in files if path not in masks]
+    names, numbers = _read_classes(source, files, classes)
+    return Layout([[path] for path in files], None, numbers, names)
+
+
+def find_volumes(
+    source: Path,
+    files: list[Path],
+    labels: Labels,
+    modalities: Sequence[str] | None,
+    classes: Sequence[str] | None,
+    *,
+    allow_missing: bool,
+) -> Layout:
+    """Return the volumes of a folder with their channels, label volumes and classes.
+
+    Args:
+        source: The folder.
+        files: The files in it.
+        labels: A folder of label volumes, or the end of the names of those beside the volumes. ``None`` finds these by
+            their names, and ``labelsTr`` of nnU-Net. ``False`` leaves them out.
+        modalities: The ends of the names of files that are channels. ``None`` takes them from nnU-Net's
+            ``dataset.json``.
+        classes: Names of the classes, which are subfolders. Default: the subfolders, if there are any.
+        allow_missing: Whether missing channels and label volumes are ``None`` instead of an error.
+
+    Raises:
+        FileNotFoundError: If a channel or label volume is missing.
+        ValueError: If files cannot be told apart; the message names two of them.
+    """
+    described = _read_description(source)
+    labels, source = _labels_of(source, labels), _images_in(source)
+    modalities = _ends_of(files, source, modalities, described)
+    masks = _find_masks(source, files, labels)
+    volumes = _join_channels([path for path in files if path not in masks.beside], source, modalities)
+    if not allow_missing:
+        _check_channels(volumes, modalities or ("",))
+    if labels is False or (labels is None and not masks.by_case):
+        found, numbers = _read_classes_of_volumes(source, volumes, classes)
+        return Layout([volume.files for volume in volumes], None, numbers, found)
+    pairs = _pair(volumes, masks, None if allow_missing else str(labels or ""))
+    return Layout([volume.files for volume in volumes], pairs, None, described.classes)
+
+
+def _labels_of(source: Path, labels: Labels) -> Labels:
+    """Return where the label volumes are; where nothing is said, those for training in the layout of nnU-Net."""
+    there = source / "labelsTr"
+    return there if labels is None and there.is_dir() and (source / "imagesTr").is_dir() else labels
+
+
+def _ends_of(
+    files: Iterable[Path], source: Path, modalities: Sequence[str] | None, described: _Description
+) -> Sequence[str] | None:
+    """Return the ends of the channels; where nothing is said, those of nnU-Net, if all files have one of them."""
+    if modalities is not None:
+        return modalities
+    found = described.ends and all(_stem(path, source).endswith(described.ends) for path in files)
+    return described.ends if found else None
+
+
+def _images_in(source: Path) -> Path:
+    """Return the folder of the images for training in the layout of nnU-Net, or the folder itself."""
+    training = source / "imagesTr"
+    return training if training.is_dir() else source
+
+
+def _stem(path: Path, root: Path) -> str:
+    """Return the name of a file below a folder, without its suffix."""
+    return re.sub(r"\.(nii\.gz|\w+)$", "", path.relative_to(root).as_posix(), flags=re.IGNORECASE)
+
+
+def _read_description(source: Path) -> _Description:
+    """Return what a ``dataset.json`` in a folder, or beside ``imagesTr`` and ``imagesTs``, says."""
+    place = source.parent if source.name in ("imagesTr", "imagesTs") else source
+    path = place / "dataset.json"
+    if not path.is_file():
+        return _Description((), ())
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}: expected JSON, as nnU-Net writes it ({error}).") from error
+    found = found if isinstance(found, Mapping) else {}
+    channels = found.get("channel_names", found.get("modality"))
+    ends = tuple(f"_{number:04}" for number in range(len(channels))) if isinstance(channels, Mapping) else ()
+    labels = found.get("labels")
+    return _Description(ends, _names_of_labels(labels) if isinstance(labels, Mapping) else ())
+
+
+def _names_of_labels(labels: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the labels 0, 1, ..., or none where they are numbered otherwise."""
+    if any(key.isdigit() for key in labels):  # {"0": "background", ...}, as in nnU-Net's first version
+        name_of = {str(number): str(name) for number, name in labels.items()}
+    else:
+        name_of = {str(number): str(name) for name, number in labels.items()}
+    names = tuple(name_of.get(str(number), "") for number in range(len(name_of)))
+    return names if all(names) else ()
+
+
+def _read_classes(
+    source: Path, files: list[Path], classes: Sequence[str] | None
+) -> tuple[Sequence[str], list[int] | None]:
+    """Return the classes of a folder, and the number of that of each file; none without subfolders."""
+    beside = [file.name for file in files if file.parent == source]
+    if classes is None and len(beside) == len(files):
+        return (), None
+    expect(not beside, "folder", str(source), f"all files in the folders of the classes, but found {beside[:1]}")
+    suffixes = sorted({suffix for known in KINDS.values() for suffix in known})
+    names, found, numbers = find_classes(source, suffixes, classes)
+    number_of = dict(zip(found, numbers, strict=True))
+    return names, [number_of[file] for file in files]
+
+
+# Channels.
+
+
+class _Volume(NamedTuple):
+    """A volume: its name without the ends of its channels, and the file of each channel."""
+
+    name: str
+    files: list[Path | None]
+
+    @property
+    def first(self) -> Path:
+        return next(path for path in self.files if path is not None)
+
+
+def _join_channels(files: Sequence[Path], source: Path, ends: Sequence[str] | None) -> list[_Volume]:
+    """Return the volumes of which files are the channels; without ends each file is a volume."""
+    expect(files, "labels", str(source), "volumes beside the label volumes", FileNotFoundError)
+    if ends is None:
+        return [_Volume(_stem(path, source), [path]) for path in files]
+    volumes: dict[str, dict[str, Path]] = {}
+    others = []
+    for path in files:
+        stem = _stem(path, source)
+        # The longest, as a name that ends in "_0001" ends in "1" too.
+        end = max((end for end in ends if stem.endswith(end)), key=len, default=None)
+        if end is None:
+            others.append(path)
+            continue
+        name = stem.removesuffix(end)
+        there = volumes.setdefault(name, {}).setdefault(end, path)
+        expect(there is path, "modalities", [str(there), str(path)], f"one file for {end!r} of the volume {name!r}")
+    # Further channels of these volumes, which are not asked for, are left out; another file may be misnamed.
+    what = f"names that end in one of {list(ends)}, or belong to a volume of which these are there"
+    for path in others:
+        expect(not volumes.keys().isdisjoint(_cases_of(_stem(path, source))), "modalities", str(path), what)
+    return [_Volume(name, [channels.get(end) for end in ends]) for name, channels in volumes.items()]
+
+
+def _check_channels(volumes: Iterable[_Volume], ends: Sequence[str]) -> None:
+    """Refuse a volume without all of its channels."""
+    for name, files in volumes:
+        got = [end for end, path in zip(ends, files, strict=True) if path is not None]
+        what = f"each of {list(ends)} for the volume {name!r}"
+        expect(len(got) == len(ends), "modalities", got, what, FileNotFoundError)
+
+
+def _read_classes_of_volumes(
+    source: Path, volumes: Sequence[_Volume], classes: Sequence[str] | None
+) -> tuple[Sequence[str], list[int] | None]:
+    """Return the classes, and the number of that of each volume."""
+    # A folder of the name of its only volume is a case, as BraTS has it, and not a class.
+    cases = all(volume.first.parent.name == Path(volume.name).name for volume in volumes)
+    return ((), None) if cases and classes is None else _read_classes(source, [each.first for each in volumes], classes)
+
+
+# Label volumes.
+
+
+class _Masks(NamedTuple):
+    """The label volumes.
+
+    Attributes:
+        by_case: Those of each name of a case.
+        by_short_name: Those that have a further end, as ``_seg``, by the name before it.
+        beside: The files among the volumes that are label volumes.
+    """
+
+    by_case: dict[str, list[Path]]
+    by_short_name: dict[str, list[Path]]
+    beside: set[Path]
+
+
+def _masks_among(source: Path, files: Iterable[Path]) -> dict[Path, str]:
+    """Return the files that are named as label volumes, and for each the name of the case that it belongs to."""
+    stems = {path: _stem(path, source) for path in files}
+    return {path: MASK.sub("", stem) for path, stem in stems.items() if MASK.search(stem)}
+
+
+def _cases_of(name: str) -> list[str]:
+    """Return the names of the cases that a file may belong to, longest first: its own, and those before an end."""
+    begins = [name[: at + (mark == "/")] for at, mark in enumerate(name) if mark in MARKS]
+    return [name, *reversed(begins), *([] if "/" in name else [""])]
+
+
+def _find_masks(source: Path, files: list[Path], labels: Labels) -> _Masks:
+    """Return the label volumes that ``labels`` names, or that are found beside the volumes."""
+    if labels is None or isinstance(labels, bool):
+        return _masks_by_names(source, files)
+    if Path(labels).resolve() == source.resolve():
+        masks = _masks_by_names(source, files)
+        ends = "-seg, _seg, _mask, _label, _gt and the like"
+        what = f"names of label volumes that end in {ends}; name another end, as labels='_lesion'"
+        expect(masks.by_case, "labels", str(labels), what, FileNotFoundError)
+        return masks
+    if Path(labels).is_dir():
+        there = list_files(labels, VOLUMES)
+        return _masks_of({path: _stem(path, Path(labels)) for path in there}, set(there).intersection(files))
+    return _masks_by_end(source, files, str(labels))
+
+
+def _masks_by_names(source: Path, files: Iterable[Path]) -> _Masks:
+    """Return the files that are named as label volumes, if others belong to their cases."""
+    cases = _masks_among(source, files)
+    # The masks of a folder of masks are its volumes.
+    others = {case for path in files if path not in cases for case in _cases_of(_stem(path, source))}
+    return _masks_of({}, set()) if others.isdisjoint(cases.values()) else _masks_of(cases, set(cases))
+
+
+def _masks_by_end(source: Path, files: Iterable[Path], end: str) -> _Masks:
+    """Return the files whose names have an end."""
+    stems = {path: _stem(path, source) for path in files}
+    cases = {path: stem.removesuffix(end) for path, stem in stems.items() if stem.endswith(end)}
+    what = f"a folder, or the end of the names of label volumes in {str(source)!r}"
+    expect(cases, "labels", end, what, FileNotFoundError)
+    # Further label volumes of these cases are left out.
+    named = set(cases.values())
+    others = {path for path, case in _masks_among(source, files).items() if case in named}
+    return _masks_of(cases, {*cases, *others})
+
+
+def _masks_of(cases: Mapping[Path, str], beside: set[Path]) -> _Masks:
+    by_case: dict[str, list[Path]] = {}
+    by_short_name: dict[str, list[Path]] = {}
+    for path, case in cases.items():
+        by_case.setdefault(case, []).append(path)
+        if MASK.search(case):
+            by_short_name.setdefault(MASK.sub("", case), []).append(path)
+    return _Masks(by_case, by_short_name, beside)
+
+
+def _pair(volumes: Sequence[_Volume], masks: _Masks, place: str | None) -> list[Path | None]:
+    """Return the label volume of each volume; refuse a missing one in ``place``, unless this is ``None``."""
+    pairs = [_label_of(volume, masks) for volume in volumes]
+    _check_each_has_one_volume(volumes, pairs, masks)
+    missing = [volume.name for volume, path in zip(volumes, pairs, strict=True) if path is None]
+    if missing and place is not None:
+        raise FileNotFoundError(
+            f"labels: expected a label volume with the name of each volume (nnU-Net's _0000 and ends such as _seg may "
+            f"differ), got none for {missing} {f'in {place!r}' if place else 'beside it'}. Skip these with "
+            "skip_broken=True (--skip-broken), or leave all label volumes out with labels=False (--labels none)."
+        )
+    return pairs
+
+
+def _label_of(volume: _Volume, masks: _Masks) -> Path | None:
+    """Return the label volume of a volume: that of its own name before those of which an end differs."""
+    name, by_case = volume.name, masks.by_case
+    if masks.beside and name not in by_case:
+        name = next((case for case in _cases_of(name) if case in by_case), name)
+    candidates = by_case.get(name, [])
+    if not candidates:
+        short = name.removesuffix("_0000")
+        found = (by_case.get(short, []), *(masks.by_short_name.get(each, []) for each in {name, short}))
+        candidates = sorted(path for paths in found for path in paths)
+    title = str(volume.first)
+    what = f"one label volume for {title!r}; remove the other, or name the end of the right ones, as labels='_seg'"
+    expect(len(candidates) < 2, "labels", list(map(str, candidates)), what)
+    return candidates[0] if candidates else None
+
+
+def _check_each_has_one_volume(volumes: Sequence[_Volume], pairs: Sequence[Path | None], masks: _Masks) -> None:
+    """Refuse a label volume of two volumes, which are channels of one, most likely."""
+    volumes_of: dict[Path, list[str]] = {}
+    for volume, path in zip(volumes, pairs, strict=True):
+        if path is not None:
+            volumes_of.setdefault(path, []).append(volume.name)
+    for path, names in volumes_of.items():
+        if len(names) > 1:
+            case = next(case for case, paths in masks.by_case.items() if path in paths)
+            ends = tuple(name.removeprefix(case) or "_0000" for name in names)
+            raise ValueError(
+                f"labels: expected one volume for the label volume {str(path)!r}, got {names}. If they are channels of "
+                f"one volume, name the ends of their files, as modalities={ends} (--modalities={','.join(ends)})."
+            )

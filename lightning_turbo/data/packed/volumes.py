@@ -1,0 +1,173 @@
+"""Volumes and label volumes of ``.npy`` and NIfTI files, as they are packed."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_turbo._checks import expect
+from lightning_turbo._optional import installed
+from lightning_turbo.data.packed.resample import resample
+from lightning_turbo.errors import TurboWarning
+
+__all__ = ["read_volume", "warn_of_two_affines"]
+
+CLOSE = 1e-3  # millimetres by which affines may differ
+
+
+def read_volume(
+    paths: Sequence[Path | None],
+    mask: Path | None,
+    *,
+    labelled: bool,
+    spacing: Sequence[float] | None,
+    size: Sequence[int] | None,
+) -> dict[str, Any]:
+    """Read a volume with its label volume, affine and spacing, and cut it about its centre.
+
+    Args:
+        paths: The files of its channels.
+        mask: The label volume.
+        labelled: Whether it has to have one.
+        spacing: Distances of voxels in millimetres that it is resampled to, or ``None``.
+        size: Lengths that it is cropped or padded to, or ``None``.
+    """
+    row, affine = _read_files(paths, mask, labelled=labelled)
+    shape = row["volumes"].shape
+    changed = size is not None or spacing is not None
+    expect(len(shape) >= 3 or not changed, "volume", shape, "3 axes, to resample or cut it")
+    if spacing is not None:
+        row, affine = _at_spacing(row, affine, spacing)
+    if size is not None:
+        row, affine = _at_size(row, affine, size)
+    if affine is not None:
+        row |= {"affine": affine, "spacing": np.linalg.norm(affine[:3, :3], axis=0)}
+    return row
+
+
+def _read_files(paths: Sequence[Path | None], mask: Path | None, *, labelled: bool) -> tuple[dict[str, Any], Any]:
+    """Return the volume and the label volume, and their affine."""
+    missing = [f"channel {number}" for number, path in enumerate(paths) if path is None]
+    missing += ["label volume"] if labelled and mask is None else []
+    what = "the files of all channels and of the label volume"
+    expect(not missing, "files", f"none of {' and '.join(missing)}", what, FileNotFoundError)
+    first, *others = [path for path in paths if path is not None]
+    volume, affine = _load(first)
+    if others:
+        volume = np.stack([volume, *(_load_beside(path, volume, affine) for path in others)])
+    if mask is None:
+        return {"volumes": volume}, affine
+    return {"volumes": volume, "labels": _load_label(mask, volume, affine)}, affine
+
+
+def _at_spacing(row: dict[str, Any], affine: Any, spacing: Sequence[float]) -> tuple[dict[str, Any], Any]:
+    """Return volumes and affine with other distances of voxels."""
+    steps = np.divide(spacing, np.linalg.norm(affine[:3, :3], axis=0))
+    scaled = affine.copy()
+    scaled[:3, :3] *= steps
+    return {name: resample(array, steps.tolist(), nearest=name == "labels") for name, array in row.items()}, scaled
+
+
+def _at_size(row: dict[str, Any], affine: Any, size: Sequence[int]) -> tuple[dict[str, Any], Any]:
+    """Return volumes that are cropped or padded about their centre, and their affine."""
+    start = np.subtract(row["volumes"].shape[-3:], size) // 2
+    if affine is not None:
+        affine[:3, 3] += affine[:3, :3] @ start
+    return {
+        name: _fit(array, start, size, 0 if name == "labels" else array.min()) for name, array in row.items()
+    }, affine
+
+
+def warn_of_two_affines(paths: Sequence[Path]) -> None:
+    """Say in how many NIfTI files sform and qform name other places, and which is taken."""
+    import nibabel
+
+    found = []
+    for path in paths:
+        # Files that cannot be read are told of when they are packed.
+        with contextlib.suppress(Exception):
+            header: Any = nibabel.load(path).header
+            sform, qform = header.get_sform(coded=True)[0], header.get_qform(coded=True)[0]
+            if sform is not None and qform is not None and not np.allclose(sform, qform, atol=CLOSE):
+                found.append(path.name)
+    if found:
+        warnings.warn(
+            f"sform and qform differ in {len(found)} of {len(paths)} files, such as {found[0]!r}. The sform is taken, "
+            "as by nibabel; ITK may take the qform. Set both to the right one where it matters.",
+            TurboWarning,
+            stacklevel=3,
+        )
+
+
+def _load(path: Path) -> tuple[np.ndarray, Any]:
+    """Return a volume, channels first, and the affine of a NIfTI file."""
+    if path.suffix.lower() == ".npy":
+        volume, affine = np.load(path), None
+    else:
+        file = _open_nifti(path)
+        volume = np.asanyarray(file.dataobj)
+        if volume.dtype == np.float64 and file.get_data_dtype() != np.float64:  # nibabel applied slope and intercept
+            volume = volume.astype(np.float32)
+        # SimpleITK, FSL and others write a last axis of one entry, and vectors on the fifth.
+        volume = volume.squeeze(tuple(axis for axis in range(3, volume.ndim) if volume.shape[axis] == 1))
+        expect(volume.ndim <= 4, f"axes of {path.name!r}", volume.shape, "three axes, and one of channels")
+        volume = np.moveaxis(volume, 3, 0) if volume.ndim == 4 else volume
+        affine = np.array(file.affine, dtype=np.float64)
+    expect(volume.size, f"voxels of {path.name!r}", volume.shape, "at least one")
+    expect(volume.dtype.kind in "biufc", f"values of {path.name!r}", str(volume.dtype), "numbers", TypeError)
+    bad = 0 if volume.dtype.kind not in "fc" else volume.size - np.count_nonzero(np.isfinite(volume))
+    what = "finite numbers; replace the others first"
+    expect(not bad, f"values of {path.name!r}", f"{bad} that are NaN or infinite", what)
+    return volume, affine
+
+
+def _open_nifti(path: Path) -> Any:
+    """Open a NIfTI file that is read at once, which is faster than the stream that nibabel would decompress."""
+    import nibabel
+
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        unzip: Any = importlib.import_module("isal.igzip") if installed("isal") else gzip
+        content = unzip.decompress(content)
+    kind = nibabel.Nifti2Image if content[:4] in (b"\x1c\x02\0\0", b"\0\0\x02\x1c") else nibabel.Nifti1Image
+    return kind.from_bytes(content)
+
+
+def _load_beside(path: Path, volume: np.ndarray, affine: Any, axes: slice = slice(None)) -> np.ndarray:
+    """Return a volume of the shape of another one, at the same place."""
+    other, its_affine = _load(path)
+    name, shape = f"volume {str(path)!r}", volume.shape[axes]
+    if other.shape != shape and len(other.shape) > len(shape):
+        # An .npy file of a label volume may have a channel axis, as its volume has.
+        other = other.reshape(other.shape[-len(shape) :]) if other.size == np.prod(shape) else other
+    expect(other.shape == shape, name, other.shape, f"the shape {shape}")
+    equal = affine is None or its_affine is None or np.allclose(affine, its_affine, atol=CLOSE)
+    expect(equal, name, its_affine, "the affine of its volume")
+    return other
+
+
+def _load_label(path: Path, volume: np.ndarray, affine: Any) -> np.ndarray:
+    """Return a label volume as int16 if it fits its volume."""
+    label = _load_beside(path, volume, affine, slice(-3, None))
+    with np.errstate(invalid="ignore"):
+        whole = label.astype(np.int16)
+    wrong = label[whole != label]
+    found = f"{wrong.size} others, such as {wrong[0]:.6g}" if wrong.size else None
+    expect(found is None, f"label volume {str(path)!r}", found, "whole numbers of 16 bits")
+    return whole
+
+
+def _fit(array: np.ndarray, start: np.ndarray, size: Sequence[int], fill: Any) -> np.ndarray:
+    """Return the window of ``size`` voxels from ``start`` on, padded with ``fill`` outside of the array."""
+    before = np.maximum(0, -start)
+    after = np.maximum(0, start + size - array.shape[-3:])
+    margins = [(0, 0)] * (array.ndim - 3) + list(zip(before, after, strict=True))
+    padded = np.pad(array, margins, constant_values=fill)
+    return padded[(..., *(slice(first, first + length) for first, length in zip(start + before, size, strict=True)))]
