@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from typing import Any
 
 from lightning_turbo._checks import inherits
@@ -16,6 +17,7 @@ __all__ = [
     "callbacks_named",
     "combined_loader",
     "hooks_before_transfer",
+    "is_asked_by_loop",
     "is_fitting",
     "lightning_version",
     "loaded_checkpoint",
@@ -55,6 +57,23 @@ def batch_limit(trainer: Any, loader: Any) -> float:
                 if each is loader:
                     return limit
     return math.inf
+
+
+def is_asked_by_loop() -> bool:
+    """Whether it is a loop of a Trainer that asks for what is called now, and not a callback or a step that it runs.
+
+    Loops take loaders through Lightning's ``CombinedLoader``, whose frames are then next to the caller's. The loops say
+    nothing that could be asked for it: an epoch may have been left early, and a callback may look before its first
+    batch.
+    """
+    frame = sys._getframe(1)
+    for _ in range(10):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__", "").endswith(".utilities.combined_loader"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def combined_loader(trainer: Any) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_turbo._checks import check_count, check_functions, check_switches
+from lightning_turbo._checks import answer_unknown, check_count, check_functions, check_switches
 from lightning_turbo._lightning import (
     Callback,
     MisconfigurationException,
@@ -18,7 +19,7 @@ from lightning_turbo._lightning import (
     rank_zero_warn,
 )
 from lightning_turbo._replaced import ReplacedMethod
-from lightning_turbo._trainer import batch_limit, hooks_before_transfer
+from lightning_turbo._trainer import batch_limit, hooks_before_transfer, is_asked_by_loop
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.loading.device import DeviceTransfer
@@ -50,7 +51,7 @@ def wrap_loader(
     if not isinstance(loader, PrefetchLoader):
         loader = PrefetchLoader.of(loader, prefetch_batches=prefetch_batches, threads=threads)
     loader.transfer = transfer or loader.transfer
-    loader.limit_batches(functools.partial(_limit, weakref.ref(trainer), weakref.ref(loader)))
+    loader.limit_batches(functools.partial(_limit, weakref.ref(trainer), weakref.ref(loader)), is_asked_by_loop)
     return loader
 
 
@@ -64,6 +65,9 @@ class Prefetch(Callback):
 
     It begins in ``setup`` and ends, with all that it put in place, in ``teardown`` or at an error. Until then a loader
     takes no more batches ahead than the Trainer will ask for: a live stream under ``limit_train_batches`` loses none.
+    Whoever else iterates a loader meanwhile, as a callback that shows a batch, gets an iterator beside the Trainer's.
+
+    Of several in one Trainer, a ``PrefetchDataModule`` among them, the first acts for all, with the settings of all.
 
     Args:
         prefetch_batches: How many batches each loader keeps ready, 1 or more. The default of 8 serves loads of uneven
@@ -89,11 +93,13 @@ class Prefetch(Callback):
             stopped. ``False`` leaves checkpoints as they are; Lightning then resumes shuffled loaders in another order.
 
     Raises:
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has a wrong type, or there is no such argument; the text names the one that is meant.
         ValueError: If an argument is out of range, or has no effect beside the others.
+        MisconfigurationException: In ``setup``, if two of them give different values for one setting.
 
     Warns:
-        NoEffectWarning: If a loader is no ``DataLoader``; it is used as it is.
+        NoEffectWarning: If a loader is no ``DataLoader``, and is used as it is; if ``persistent_workers=True`` meets a
+            loader without worker processes.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -101,6 +107,19 @@ class Prefetch(Callback):
         >>> trainer = Trainer(accelerator="cpu", logger=False, callbacks=[Prefetch(threads=2)])
     """
 
+    @answer_unknown(
+        batches="prefetch_batches",
+        buffer_size="prefetch_batches",
+        depth="prefetch_batches",
+        max_prefetch="prefetch_batches",
+        prefetch_factor="prefetch_batches",
+        queue_size="prefetch_batches",
+        workers="num_workers",
+        pin_memory="device_prefetch",
+        seed="sample_seeds",
+        seeds="sample_seeds",
+        transform="device_transform",
+    )
     def __init__(
         self,
         prefetch_batches: int = DEPTH,
@@ -129,6 +148,7 @@ class Prefetch(Callback):
         self.auto_workers, self.exact_resume = auto_workers, exact_resume
         self.device_prefetch, self.device_transform = device_prefetch, device_transform
         self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
+        self._acting: Prefetch | None = None  # during a run: itself or, of several, one with the settings of all
         self._found_workers: dict[Any, int | None] = {}
         self._replaced: ReplacedMethod | None = None
         self._given: list[tuple[weakref.ref[Any], Any]] = []  # loaders of the user's, and the transfers that they had
@@ -136,6 +156,14 @@ class Prefetch(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the strategy, which Lightning asks about each loader, return one that prefetches."""
         self._end()
+        together = [each for each in trainer.callbacks if isinstance(each, Prefetch)]
+        if together and together[0] is not self:
+            return
+        self._acting = self if len(together) < 2 else Prefetch(**_join_settings(together))
+        self._acting._found_workers = self._found_workers
+        self._acting._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
         if self.exact_resume:
             attach_exact_resume(trainer)
         process = functools.partial(self._process, trainer, self._choose_transfer(trainer))
@@ -150,6 +178,11 @@ class Prefetch(Callback):
         self._end()
 
     def _end(self) -> None:
+        acting, self._acting = self._acting, None
+        if acting is not None:
+            acting._put_back()
+
+    def _put_back(self) -> None:
         if self._replaced is not None:
             self._replaced.put_back()
             self._replaced = None
@@ -177,6 +210,12 @@ class Prefetch(Callback):
         workers = self._count_workers(trainer, loader)
         if workers is not None:
             loader = with_workers(loader, workers, persistent=self.persistent_workers)
+        if self.persistent_workers and not loader.num_workers:
+            rank_zero_warn(
+                f"persistent_workers=True has no effect on a loader of {_stage_of(trainer)}_dataloader, which has no "
+                "worker processes. Pass num_workers=1 or more to Prefetch or to the loader, or leave it out.",
+                category=NoEffectWarning,
+            )
         before = getattr(loader, "transfer", None)
         wrapped = wrap_loader(
             loader, trainer, prefetch_batches=self.prefetch_batches, threads=self.threads, transfer=transfer
@@ -202,7 +241,7 @@ class Prefetch(Callback):
             if self.num_workers is None and self.persistent_workers is None:
                 return None
             return loader.num_workers if self.num_workers is None else self.num_workers
-        stage = trainer.state.stage.dataloader_prefix
+        stage = _stage_of(trainer)
         place = stage, type(loader.dataset), loader.batch_size
         if place not in self._found_workers:
             self._found_workers[place] = _tune(loader, stage, getattr(loader, "threads", self.threads))
@@ -220,6 +259,29 @@ class Prefetch(Callback):
             _set_aside(transform, " and ".join(hooks))
             return None
         return DeviceTransfer(device, transform=transform, ahead=self.device_prefetch)
+
+
+def _join_settings(callbacks: Sequence[Prefetch]) -> dict[str, Any]:
+    """Return the arguments for one callback that does what several are asked for.
+
+    Raises:
+        MisconfigurationException: If two of them give different values, neither of them the default.
+    """
+    joined: dict[str, Any] = {}
+    for name, parameter in inspect.signature(Prefetch).parameters.items():
+        given = [value for each in callbacks if (value := getattr(each, name)) != parameter.default]
+        if any(value != given[0] for value in given):
+            raise MisconfigurationException(
+                f"{name}: expected one value for all loaders of a Trainer, got {' and '.join(map(repr, given))} from "
+                "the Prefetch of its callbacks and its PrefetchDataModule. Give it to one of them."
+            )
+        if given:
+            joined[name] = given[0]
+    return joined
+
+
+def _stage_of(trainer: Any) -> str:
+    return trainer.state.stage.dataloader_prefix
 
 
 def _set_aside(transform: Any, hooks: str) -> None:

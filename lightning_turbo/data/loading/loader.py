@@ -58,6 +58,7 @@ class _Run:
         self.order: ResumableOrder | None = None
         self.threaded: ThreadedDataset | None = None
         self.limit: Callable[[], float] | None = None
+        self.is_owner: Callable[[], bool] | None = None  # whether who limits it is who asks for an iterator now
         self.original: Any = None  # the loader that this one was made of, whose owner may have kept it
         self.seen: dict[str, Any] = {}  # its attributes, as they were taken over
 
@@ -242,6 +243,8 @@ class PrefetchLoader(DataLoader[T]):
         return run.order
 
     def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._is_in_use():
+            return iter(self._beside())
         self._close_iterator("it was followed by another iter() of its loader")
         self._take_over()
         self._settle_threads()
@@ -253,6 +256,26 @@ class PrefetchLoader(DataLoader[T]):
             epoch = self._begin_own() if is_own else self._begin_counted(run.loaded or FRESH_STATE)
         run.live, run.thread, run.position = weakref.ref(epoch), epoch.background, epoch.position
         return epoch
+
+    def _is_in_use(self) -> bool:
+        """Whether a Trainer goes on to take batches of the latest iterator, and somebody else asks for another one."""
+        is_owner = self._run.is_owner
+        if is_owner is None:
+            return False
+        live = None if self._run.live is None else self._run.live()
+        return live is not None and not live.is_over and not is_owner()
+
+    def _beside(self) -> PrefetchLoader[T]:
+        """Return a loader for whoever looks at some batches in the middle of a Trainer's epoch: no thread, no state."""
+        order, position = self._run.order, self._run.position
+        if order is not None and position is not None and order.length is not None:
+            # All of it was drawn at its first entry: generators of the loader stand where a plain loader's come later.
+            order.put_back(position)
+        twin = copy_loader(self)
+        twin._run = _Run()
+        twin.transfer = None
+        twin.limit_batches(lambda: 0)
+        return twin
 
     def _begin_own(self) -> PrefetchIterator:
         """Begin an epoch of a class that keeps its own state, which is noted after each batch."""
@@ -354,13 +377,19 @@ class PrefetchLoader(DataLoader[T]):
             timeout=self.timeout,
         )
 
-    def limit_batches(self, limit: Callable[[], float] | None) -> None:
+    def limit_batches(self, limit: Callable[[], float] | None, is_owner: Callable[[], bool] | None = None) -> None:
         """Have each epoch load no more batches ahead than ``limit()`` says when it begins; infinity for all.
 
         For what knows the limits of a Trainer. With ``persistent_workers`` it lets a thread take the batches. ``None``
         takes it back.
+
+        Args:
+            limit: How many batches are taken of an epoch at most.
+            is_owner: Whether it is the Trainer that asks for an iterator. While it uses one, others get an iterator
+                beside it; ``None`` for a loader whose latest iterator is the one in use, whoever asks.
         """
         self._run.limit = limit
+        self._run.is_owner = is_owner
 
     def _settle_threads(self) -> None:
         """Leave one thread where several cannot load the samples, and tell once why."""

@@ -225,6 +225,11 @@ class PrefetchIterator(Iterator[Any]):
             return False
         return self.ready()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has come to its end, or was closed."""
+        return bool(self._closed) or self.position.ended
+
     def ready(self) -> bool:
         """Tell whether one more item can be taken without waiting for the source."""
         background = self.background

@@ -1,0 +1,183 @@
+"""``Prefetch``: whoever looks at a batch in the middle of a run, several of them in one Trainer, arguments."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+from lightning_turbo import Prefetch, PrefetchLoader
+from lightning_turbo.errors import NoEffectWarning
+from tests.data.samples import seeded
+from tests.integration.noting import Noting, Numbers, fit, gives
+
+pytestmark = [
+    pytest.mark.usefixtures("every_loader_has_a_thread"),
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader"),
+]
+
+
+class Peek(Callback):
+    """Looks at the first batches of a loader in one hook, as a callback that logs images does."""
+
+    def __init__(self, hook, loader="train_dataloader"):
+        self.found, self.calls = [], 0
+
+        def peek(trainer, *_):
+            self.calls += 1
+            batches = iter(getattr(trainer, loader))
+            self.found += [next(batches)[1].tolist(), next(batches)[1].tolist()]
+
+        setattr(self, hook, peek)
+
+
+class PeeksInStep(Noting):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            next(iter(self.trainer.train_dataloader))
+        return super().training_step(batch, batch_idx)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Numbers(), 4),
+    "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
+    "own generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=seeded(1)),
+    "workers": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=1),
+    "ours": lambda: PrefetchLoader(Numbers(), 4, shuffle=True, threads=2),
+}
+HOOKS = ["on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])
+@pytest.mark.parametrize("hook", [*HOOKS, "on_validation_epoch_end"])
+def test_a_callback_that_looks_at_a_batch_ends_no_run(hook, strategy):
+    runs = []
+    for callbacks, chosen in (([], "auto"), ([Prefetch()], strategy)):
+        peek, loader = Peek(hook), LOADERS["shuffled"]()
+        validation = DataLoader(Numbers(8), 4)
+        model = fit(loader, *callbacks, peek, validation=validation, strategy=chosen, num_sanity_val_steps=0)
+        runs.append((peek.found, peek.calls, model.seen, model.losses, model.others))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_the_run_goes_on_beside_one_who_looks_whatever_the_loader(make):
+    straight, ours = Peek("on_train_batch_end"), Peek("on_train_batch_end")
+    plain = fit(make() if not isinstance(make(), PrefetchLoader) else LOADERS["shuffled"](), straight)
+    assert fit(make(), Prefetch(), ours).seen == plain.seen
+    assert ours.found == straight.found
+
+
+def test_worker_processes_that_stay_go_on_beside_one_who_looks():
+    """Torch's own loader has one iterator then, which begins again for whoever looks: no run goes on with it."""
+
+    def make():
+        return DataLoader(Numbers(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    plain = fit(make(), max_epochs=1)
+    assert fit(make(), Prefetch(), Peek("on_train_batch_end"), max_epochs=1).seen == plain.seen
+
+
+def test_a_step_and_a_validation_may_look_too():
+    plain = fit(LOADERS["shuffled"](), model=PeeksInStep)
+    assert fit(LOADERS["shuffled"](), Prefetch(), model=PeeksInStep).seen == plain.seen
+    runs = []
+    for callbacks in ([], [Prefetch()]):
+        peek = Peek("on_validation_batch_end", "val_dataloaders")
+        model = fit(LOADERS["in order"](), *callbacks, peek, validation=DataLoader(Numbers(12), 4))
+        runs.append((peek.found, model.others))
+    assert runs[0] == runs[1]
+
+
+def test_one_of_several_loaders_is_looked_at():
+    class Both(Noting):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"], batch_idx)
+
+    class First(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            next(iter(trainer.train_dataloader["a"]))
+
+    def run(*callbacks):
+        loaders = {"a": LOADERS["shuffled"](), "b": DataLoader(Numbers(8), 4)}  # which begins again in the epoch
+        return fit(CombinedLoader(loaders, "max_size_cycle"), *callbacks, First(), model=Both).seen
+
+    assert run(Prefetch()) == run()
+
+
+def test_an_epoch_that_was_left_early_is_followed_by_the_trainers_own():
+    """The next epoch is the Trainer's, though the iterator before it was not at its end."""
+
+    class Skips(Noting):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 3 else None
+
+    plain = fit(LOADERS["shuffled"](), model=Skips, max_epochs=3)
+    ours = fit(LOADERS["shuffled"](), Prefetch(), model=Skips, max_epochs=3)
+    assert ours.seen == plain.seen
+    assert ours.trainer.train_dataloader._run.live is None or ours.trainer.train_dataloader._run.position.consumed >= 3
+
+
+# ---- Settings.
+
+
+def made(datamodule, *callbacks):
+    """The loader that a run iterated."""
+    return fit(datamodule, *callbacks, limit_val_batches=0, max_epochs=1).trainer.train_dataloader
+
+
+def test_a_callback_beside_a_datamodule_with_settings_loses_none_of_them():
+    def given(**settings):
+        return gives(DataLoader(Numbers(), 4), **settings)
+
+    for beside in ([], [Prefetch()], [Prefetch(exact_resume=True)], [Prefetch(), Prefetch(threads=2)]):
+        loader = made(given(threads=2, prefetch_batches=3), *beside)
+        assert (loader.threads, loader.prefetch_batches) == (2, 3)
+    loader = made(given(prefetch_batches=3), Prefetch(num_workers=1, threads=2))
+    assert (loader.threads, loader.prefetch_batches, loader.num_workers) == (2, 3, 1)
+    loader = made(given(), Prefetch(threads=2))
+    assert loader.threads == 2
+    with pytest.raises(MisconfigurationException, match=r"threads: expected one value .*, got 2 and 3 from"):
+        made(given(threads=2), Prefetch(threads=3))
+
+
+@pytest.mark.filterwarnings("ignore:sample_seeds seeds")
+def test_seeds_of_a_datamodule_hold_beside_a_callback():
+    class Drawing(Numbers):
+        def __getitem__(self, index):
+            return torch.rand(4), index
+
+    def losses(*callbacks, **settings):
+        return fit(gives(DataLoader(Drawing(), 4), **settings), *callbacks, limit_val_batches=0).losses
+
+    assert losses(Prefetch(), sample_seeds=1) == losses(sample_seeds=1) == losses(Prefetch(sample_seeds=1))
+
+
+def test_persistent_workers_that_no_loader_has_are_told_of():
+    datamodule = gives(DataLoader(Numbers(), 4), LightningDataModule)
+    with pytest.warns(NoEffectWarning, match=r"persistent_workers=True has no effect on a loader of train_dataloader"):
+        made(datamodule, Prefetch(persistent_workers=True))
+    with pytest.warns(NoEffectWarning, match="num_workers=1 or more"):
+        made(gives(PrefetchLoader(Numbers(), 4), LightningDataModule), Prefetch(persistent_workers=True))
+    loader = made(
+        gives(DataLoader(Numbers(), 4, num_workers=1), LightningDataModule), Prefetch(persistent_workers=True)
+    )
+    assert loader.persistent_workers
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("workers", "num_workers"), ("num_worker", "num_workers"), ("thread", "threads"), ("num_threads", "threads"),
+        ("prefetch_factor", "prefetch_batches"), ("depth", "prefetch_batches"), ("seed", "sample_seeds"),
+        ("sample_seed", "sample_seeds"), ("pin_memory", "device_prefetch"), ("transform", "device_transform"),
+        ("persistent_worker", "persistent_workers"), ("resume", "exact_resume"),
+    ],
+)  # fmt: skip
+def test_a_keyword_that_does_not_exist_is_answered_with_the_one_that_is_meant(given, meant):
+    with pytest.raises(TypeError, match=f"Prefetch has no argument {given}; did you mean {meant}?"):
+        Prefetch(**{given: 1})
+    with pytest.raises(TypeError, match=r"Prefetch has no argument xyz\. It takes prefetch_batches, threads"):
+        Prefetch(xyz=1)
