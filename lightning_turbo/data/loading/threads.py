@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -51,9 +55,7 @@ class ThreadedDataset:
             object.__setattr__(self, "_process", os.getpid())
         pool: Any = self._pool
         try:
-            # Not by the pool's map(), in which a StopIteration of a sample would become another error.
-            loading = [pool.submit(self._dataset.__getitem__, index) for index in indices]
-            return [each.result() for each in loading]
+            return _SharedBatch(self._dataset, list(indices)).load_in(pool, self._threads)
         except BaseException as error:
             self.close()
             tell_of_thread(error)
@@ -95,6 +97,49 @@ class ThreadedDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_pool": None}
+
+
+class _SharedBatch:
+    """The samples of one batch, of which each thread takes the next one until none is left.
+
+    One task for each thread, not for each sample: to wake the thread that waits takes as long as to load a small one.
+    It lives for one call of ``load_in``. Always: places are taken in their order, so that where one fails, those before
+    it are loaded, or being loaded.
+    """
+
+    def __init__(self, dataset: Any, indices: Sequence[Any]) -> None:
+        self._dataset = dataset
+        self._indices = indices
+        self._samples: list[Any] = [None] * len(indices)
+        self._left = deque(range(len(indices)))  # places that no thread has taken
+        self._errors: list[tuple[int, BaseException]] = []
+
+    def load_in(self, pool: ThreadPoolExecutor, threads: int) -> list[Any]:
+        """Load the samples; raise the error of the first one that has one, as a single thread would."""
+        try:
+            wait([pool.submit(self._load) for _ in range(min(threads, len(self._indices)))])
+        finally:  # an interrupt, after which no more are wanted
+            self._left.clear()
+        if not self._errors:
+            return self._samples
+        _, error = min(self._errors, key=operator.itemgetter(0))
+        self._errors.clear()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    def _load(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._load_one(self._left.popleft())
+
+    def _load_one(self, place: int) -> None:
+        try:
+            self._samples[place] = self._dataset[self._indices[place]]
+        except BaseException as error:
+            self._errors.append((place, error))
+            self._left.clear()
 
 
 def _enter(modes: ThreadState) -> None:

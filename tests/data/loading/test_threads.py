@@ -1,0 +1,99 @@
+"""Several threads that load the samples of a batch: as one thread would, in its errors too."""
+
+import gc
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_turbo.data import PrefetchLoader
+from tests.data.samples import Rows, values
+from tests.leftovers import prefetch_threads
+
+pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
+
+def fails(error, *places):
+    """A dataset whose samples take turns in time, so that a later one is often done first, and some raise an error."""
+
+    def load(index):
+        time.sleep(0.002 * (index % 3 == 0))
+        if index in places:
+            raise error(f"sample {index}") if error is not StopIteration else error
+        return index
+
+    return Rows(40, load)
+
+
+def run(loader, error):
+    """The batches and errors of an epoch; an error is one batch, after which it goes on."""
+    seen, batches = [], iter(loader)
+    while len(seen) < 30:
+        try:
+            seen.append(next(batches).tolist())
+        except StopIteration:
+            return seen
+        except error as raised:
+            seen.append(str(raised))
+    return seen
+
+
+@pytest.mark.parametrize("places", [(3,), (17, 18, 19), (16, 31), (36, 39)], ids=str)
+@pytest.mark.parametrize("error", [ValueError, KeyError, StopIteration, IndexError], ids=lambda kind: kind.__name__)
+def test_errors_are_those_of_one_thread(error, places):
+    """``StopIteration`` ends an epoch of a plain loader too."""
+    assert run(PrefetchLoader(fails(error, *places), 4, threads=2), error) == run(
+        DataLoader(fails(error, *places), 4), error
+    )
+    assert not prefetch_threads()
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 33])
+@pytest.mark.parametrize("threads", [2, 5])
+def test_batches_of_any_size_are_in_their_order(length, threads):
+    data = Rows(length, lambda index: time.sleep(0.001 * (index % 2)) or index)
+    for size in (1, 4, 40):
+        assert values(PrefetchLoader(data, size, threads=threads)) == values(DataLoader(data, size))
+
+
+def test_no_sample_is_begun_after_one_that_failed():
+    begun, release = [], threading.Event()
+
+    def load(index):
+        if index >= 16:
+            begun.append(index)
+        if index == 16:
+            release.wait(10)
+            raise ValueError("sample 16")
+        if index == 17:
+            release.set()
+            time.sleep(0.05)
+        return index
+
+    loader = iter(PrefetchLoader(Rows(32, load), 8, threads=2))
+    assert [next(loader).tolist()[0] for _ in range(2)] == [0, 8]
+    with pytest.raises(ValueError, match="sample 16"):
+        next(loader)
+    loader.close()
+    assert sorted(begun)[:2] == [16, 17]
+    assert len(begun) < 8
+
+
+def test_an_error_of_a_sample_keeps_the_dataset_alive_no_longer_than_itself():
+    data = fails(ValueError, 17)
+    gone = weakref.ref(data)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="sample 17") as caught:
+            list(PrefetchLoader(data, 4, threads=2))
+        assert "load" in [entry.name for entry in traceback.extract_tb(caught.tb)]
+        del caught, data
+        deadline = time.monotonic() + 10
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
