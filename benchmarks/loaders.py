@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from benchmarks.peers import monai_loader, timm_loader, torchdata_loader
 from benchmarks.suite import Aim, Case, Meter, Suite
 from lightning_turbo.data import PackedDataset, PrefetchLoader, seed_samples
-from lightning_turbo.data.dali import DALILoader, ImageFolder
+from lightning_turbo.data.dali import DALILoader, DynamicPipeline, ImageFolder
 
 __all__ = ["BATCH", "SUITE", "Pillow", "forever", "make_loader", "make_photos"]
 
@@ -227,6 +227,29 @@ def dali_photos(meter: Meter, *, uint8: bool) -> dict[str, float]:
         return _load(meter, ImageFolder(make_photos(meter, Path(folder)), train=True, size=_size(meter), dtype=kind))
 
 
+def dynamic_photos(meter: Meter) -> dict[str, float]:
+    """Photographs by a DALILoader over dynamic mode, with the operations of an ImageFolder."""
+    ndd: Any = importlib.import_module("nvidia.dali.experimental.dynamic")
+    size = _size(meter)
+
+    def read(root: str, shard_id: int, num_shards: int, order_seed: int) -> Any:
+        shard = {"shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
+        return ndd.readers.File(
+            file_root=root, random_shuffle=True, seed=order_seed, enable_checkpointing=True, **shard
+        )
+
+    def process(encoded: Any, label: Any, rng: Any) -> Any:
+        image = ndd.decoders.image_random_crop(encoded, random_aspect_ratio=[3 / 4, 4 / 3], rng=rng, device="cpu")
+        image = ndd.resize(image, size=(size, size))
+        mirror = ndd.random.coin_flip(rng=rng, batch_size=image.batch_size)
+        mean, std = (list(map(float, 255 * v)) for v in (MEAN, STD))
+        return ndd.crop_mirror_normalize(image, mirror=mirror, mean=mean, std=std, dtype=ndd.float32), label
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = str(make_photos(meter, Path(folder)))
+        return _load(meter, DynamicPipeline(read, process), arguments={"root": root})
+
+
 def dali_volumes(meter: Meter) -> dict[str, float]:
     """Volumes by a DALILoader, without augmentation, as ``volumes`` reads them."""
     from nvidia.dali import fn, pipeline_def
@@ -353,6 +376,7 @@ def _cases() -> Iterator[Case]:
         yield Case(name=pair[0], run=bare, config=config, kind="peer")
         yield Case(name=pair[1], run=bare, config={**config, "iterator": True}, kind="peer")
         yield Case(name=OURS + suffix, run=dali_photos, config=config, against=pair, kind="ours")
+    yield Case(name=OURS + ", dynamic mode", run=dynamic_photos, against=(OURS, *workers), kind="ours")
     for name, run, config, needs, kind in (
         (NUMPY, volumes, {"workers": 0}, (), "torch"),
         ("volumes: DataLoader with np.load, 2 workers", volumes, {"workers": 2}, (), "torch"),

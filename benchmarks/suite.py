@@ -34,6 +34,7 @@ SUITES: dict[str, str] = {
     "augment": "benchmarks.augment:SUITE",
     "patches": "benchmarks.patches:SUITE",
     "prefetch": "benchmarks.prefetch:SUITE",
+    "lengths": "benchmarks.lengths:SUITE",
     "grid": "benchmarks.prefetch:GRID",
     "gpu": "benchmarks.gpu:SUITE",
 }

@@ -32,7 +32,9 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.data.loading.loader import PrefetchLoader as PrefetchLoader
     from lightning_turbo.data.loading.tune_workers import tune_workers as tune_workers
     from lightning_turbo.data.normalize import Normalize as Normalize
+    from lightning_turbo.data.orders.length_batch_sampler import LengthBatchSampler as LengthBatchSampler
     from lightning_turbo.data.orders.seeded_sampler import SeededSampler as SeededSampler
+    from lightning_turbo.data.orders.weighted_sampler import WeightedSampler as WeightedSampler
     from lightning_turbo.data.packed.packed_dataset import PackedDataset as PackedDataset
     from lightning_turbo.data.packed.patches import PatchDataset as PatchDataset
     from lightning_turbo.data.sample_seeds import seed_samples as seed_samples
@@ -74,6 +76,8 @@ PUBLIC = {
         "tune_workers": "data.loading.tune_workers",
         "seed_samples": "data.sample_seeds",
         "SeededSampler": "data.orders.seeded_sampler",
+        "LengthBatchSampler": "data.orders.length_batch_sampler",
+        "WeightedSampler": "data.orders.weighted_sampler",
         "DALILoader": "data.dali.loader",
         "DALIDataModule": "datamodules.dali",
     },

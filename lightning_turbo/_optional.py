@@ -47,7 +47,17 @@ def how_to_install(module: str) -> str:
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
     """
-    return f"pip install 'lightning-turbo[{EXTRAS[module][1]}]'"
+    extra = EXTRAS[module][1]
+    if module == "nvidia.dali" and _cuda_of_torch() >= 13:
+        extra = "dali-cuda130"
+    return f"pip install 'lightning-turbo[{extra}]'"
+
+
+def _cuda_of_torch() -> int:
+    """Return the major version of CUDA that torch was built with, or 0 for a build without."""
+    import torch
+
+    return int((torch.version.cuda or "0").partition(".")[0])
 
 
 def require(module: str, needed_by: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_turbo.data.dali import DALILoader
+from lightning_turbo.data.dali import DALILoader, DynamicPipeline
 from lightning_turbo.data.loading.device import DevicePrefetcher, DeviceTransfer
 from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.data.loading.tune_workers import tune_workers
 from lightning_turbo.data.normalize import Normalize
+from lightning_turbo.data.orders.length_batch_sampler import LengthBatchSampler
 from lightning_turbo.data.orders.seeded_sampler import SeededSampler
+from lightning_turbo.data.orders.weighted_sampler import WeightedSampler, balanced_weights, mixture_weights
 from lightning_turbo.data.packed.cache import cache_transforms, stamp_files
 from lightning_turbo.data.packed.pack_files import pack_folder
 from lightning_turbo.data.packed.packed_dataset import PackedDataset
@@ -20,13 +22,18 @@ __all__ = [
     "DALILoader",
     "DevicePrefetcher",
     "DeviceTransfer",
+    "DynamicPipeline",
+    "LengthBatchSampler",
     "Normalize",
     "PackedDataset",
     "PatchDataset",
     "PrefetchIterator",
     "PrefetchLoader",
     "SeededSampler",
+    "WeightedSampler",
+    "balanced_weights",
     "cache_transforms",
+    "mixture_weights",
     "pack",
     "pack_folder",
     "seed_sample",

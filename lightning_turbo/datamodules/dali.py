@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 from lightning_turbo import _optional
 from lightning_turbo._checks import expect
 from lightning_turbo._lightning import LightningDataModule, check_binding
-from lightning_turbo.data.dali import DALILoader, ImageFolder
+from lightning_turbo.data.dali import DALILoader, DynamicPipeline, ImageFolder
 
 __all__ = ["DALIDataModule"]
 
 # jsonargparse takes the first type that fits. Any stands for os.PathLike, which would take every value.
-Source = ImageFolder | DALILoader | DataLoader[Any] | Callable[..., Any] | str | Any
+Source = ImageFolder | DynamicPipeline | DALILoader | DataLoader[Any] | Callable[..., Any] | str | Any
 
 # Lightning's stages, and the loaders that each of them uses.
 LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -29,7 +29,7 @@ class DALIDataModule(LightningDataModule):
 
     * a folder of images, read by ``ImageFolder`` with the augmentation of the training for ``train``, as for
       evaluation otherwise, and without labels for ``predict``;
-    * an ``ImageFolder``, or a function decorated with DALI's ``pipeline_def``;
+    * an ``ImageFolder``, a ``DynamicPipeline``, or a function decorated with DALI's ``pipeline_def``;
     * a ``DALILoader`` with its own settings, or another loader, such as a torch ``DataLoader``, which the Trainer gets
       unchanged. For several loaders, override the hook of the stage.
 
@@ -100,11 +100,11 @@ class DALIDataModule(LightningDataModule):
         if isinstance(source, (str, os.PathLike)):
             kind: dict[str, Any] = {"labelled": False} if name == "predict" else {"classes": classes}
             source = ImageFolder(source, **{"train": name == "train", **kind, **images})
-        if isinstance(source, ImageFolder) or getattr(source, "_is_pipeline_def", False):
+        if isinstance(source, (ImageFolder, DynamicPipeline)) or getattr(source, "_is_pipeline_def", False):
             source = DALILoader(source, **options)
         # jsonargparse leaves a dictionary with class_path if it cannot create the object.
         loads = hasattr(source, "__iter__") and not isinstance(source, (Mapping, list, tuple))
-        kinds = "a folder, an ImageFolder, a function decorated with pipeline_def, or a loader"
+        kinds = "a folder, an ImageFolder, a DynamicPipeline, a function decorated with pipeline_def, or a loader"
         expect(loads, name, source, f"{kinds} (in a config file, check class_path and init_args)", TypeError)
         return source
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_turbo.data.dali.dynamic import DynamicPipeline
 from lightning_turbo.data.dali.images import ImageFolder
 from lightning_turbo.data.dali.loader import DALILoader
 
-__all__ = ["DALILoader", "ImageFolder"]
+__all__ = ["DALILoader", "DynamicPipeline", "ImageFolder"]

@@ -20,6 +20,7 @@ __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "ImageFolder"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 SUFFIXES = (".jpg", ".jpeg", ".png")
+BEGINNINGS = (b"\xff\xd8", b"\x89PNG\r\n\x1a\n")  # of such files
 DTYPES = ("float32", "float16", "uint8")
 
 
@@ -107,6 +108,22 @@ class ImageFolder:
         self.files, self.labels = tuple(map(str, files)), labels and np.asarray(labels, dtype=np.int64)
         what = f"a folder with images ({', '.join(SUFFIXES)}), in one subfolder per class unless labelled=False"
         expect(files, "root", str(root), what)
+
+    def name_broken(self) -> str:
+        """Return a sentence that names the files that do not begin as a JPEG or PNG does; empty if all do."""
+        broken = []
+        for name in self.files:
+            try:
+                with open(name, "rb") as file:
+                    begins_well = file.read(8).startswith(BEGINNINGS)
+            except OSError:
+                begins_well = False
+            if not begins_well:
+                broken.append(name)
+        if not broken:
+            return ""
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        return f"These files are no JPEG or PNG: {', '.join(broken[:3])}{more}. Remove or repair them."
 
     def definition(self) -> Callable[..., Any]:
         """Return the pipeline function, as DALI's ``pipeline_def`` makes it."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_turbo import _optional
 from lightning_turbo._checks import check_switches, expect, is_whole
 from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
 from lightning_turbo._machine import count_cores
+from lightning_turbo.data.dali.dynamic import BuiltDynamic, DynamicPipeline
 from lightning_turbo.data.dali.images import ImageFolder
+from lightning_turbo.data.dali.pipelines import BuiltPipeline, Placement, Settings, explained, pipeline_arguments
 
 __all__ = ["DALILoader"]
 
@@ -25,26 +23,6 @@ WHOLE = "a whole number of at least"
 # A state from mid-epoch can only be loaded where these are equal.
 COMMON = ("world_size", "batch_size", "drop_last", "samples", "batches")
 BEGINNING = {"checkpoint": None, "passes": 0, "taken": 0}
-
-
-@dataclass(frozen=True)
-class _Placement:
-    """What a built pipeline is bound to: its shard, and a CUDA device or ``None`` for the CPU."""
-
-    rank: int
-    world_size: int
-    device_id: int | None
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What the user chose for the pipeline; it does not change in the life of a loader."""
-
-    batch_size: int
-    drop_last: bool
-    prefetch: int
-    num_threads: int | None
-    arguments: Mapping[str, Any]
 
 
 class DALILoader:
@@ -56,9 +34,10 @@ class DALILoader:
     Each rank builds the pipeline at its first use; ``close`` releases it.
 
     Args:
-        pipeline: An ``ImageFolder``, or a function decorated with DALI's ``pipeline_def``. If such a function has the
-            arguments ``shard_id``, ``num_shards``, ``device`` (``"cpu"`` or ``"gpu"``) or ``order_seed`` (the same on
-            every rank), the loader passes them. Its readers need ``pad_last_batch=True``, and one number of samples.
+        pipeline: An ``ImageFolder``, a ``DynamicPipeline``, or a function decorated with DALI's ``pipeline_def``. If
+            such a function has the arguments ``shard_id``, ``num_shards``, ``device`` (``"cpu"`` or ``"gpu"``) or
+            ``order_seed`` (the same on every rank), the loader passes them. Its readers need ``pad_last_batch=True``,
+            and one number of samples.
         batch_size: Samples per batch and rank, at least 1.
         drop_last: Whether the samples that do not fill a batch on every rank are left out; otherwise the last batch is
             smaller. All ranks have the same number of batches.
@@ -92,7 +71,7 @@ class DALILoader:
 
     def __init__(
         self,
-        pipeline: ImageFolder | Callable[..., Any],
+        pipeline: ImageFolder | DynamicPipeline | Callable[..., Any],
         batch_size: int,
         *,
         drop_last: bool = False,
@@ -113,15 +92,17 @@ class DALILoader:
         expect(ranks, "rank, world_size", (rank, world_size), "both or neither, and rank below world_size")
         check_switches(drop_last=drop_last)
         ready = isinstance(pipeline, ImageFolder)
-        kind = "an ImageFolder(...), or an uncalled function decorated with nvidia.dali.pipeline_def"
-        expect(ready or getattr(pipeline, "_is_pipeline_def", False), "pipeline", pipeline, kind, TypeError)
+        is_known = isinstance(pipeline, (ImageFolder, DynamicPipeline)) or getattr(pipeline, "_is_pipeline_def", False)
+        kind = "an ImageFolder, a DynamicPipeline, or an uncalled function decorated with nvidia.dali.pipeline_def"
+        expect(is_known, "pipeline", pipeline, kind, TypeError)
         expect(not (ready and arguments), "arguments", arguments, "None, because an ImageFolder has its own")
         self.pipeline: Any = pipeline
-        self._settings = _Settings(batch_size, drop_last, prefetch, num_threads, dict(arguments or {}))
+        self._settings = Settings(batch_size, drop_last, prefetch, num_threads, dict(arguments or {}))
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
         # The epoch, how many of its batches were returned, and which epoch the next iter() begins.
         self.epoch = self._batch = self._next = 0
         self._loaded: dict[str, Any] | None = None
+        self._built: BuiltPipeline | BuiltDynamic | None = None
         self.place("cpu" if device is None else device, rank, world_size)
 
     @property
@@ -157,7 +138,9 @@ class DALILoader:
 
     def close(self) -> None:
         """Release the pipeline, its threads and its memory. The next epoch builds it again."""
-        self._built: _BuiltPipeline | None = None
+        if isinstance(self._built, BuiltDynamic):
+            self._built.close()
+        self._built = None
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
@@ -170,9 +153,10 @@ class DALILoader:
         while self._batch < len(built):
             try:
                 tensors = built.take()
-            except RuntimeError:
+            except RuntimeError as error:
                 self.close()  # a failed pipeline cannot run again
-                raise
+                ready = self.pipeline if isinstance(self.pipeline, ImageFolder) else None
+                raise explained(error, built.placement, ready.name_broken() if ready else "") from error
             tensors = self.pipeline.finish(tensors) if isinstance(self.pipeline, ImageFolder) else tensors
             self._batch += 1
             yield tuple(tensors) if len(tensors) > 1 else tensors[0]
@@ -182,7 +166,7 @@ class DALILoader:
                     "was closed. Use one loader per iteration."
                 )
 
-    def _begin(self) -> _BuiltPipeline:
+    def _begin(self) -> BuiltPipeline | BuiltDynamic:
         """Bring the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
         loaded, self._loaded = self._loaded, None
         epoch, self._next = self._next, self._next + 1
@@ -208,29 +192,36 @@ class DALILoader:
         if saved:
             self._built = self._build(saved["epoch"], saved)
 
-    def _current(self, epoch: int) -> _BuiltPipeline:
+    def _current(self, epoch: int) -> BuiltPipeline | BuiltDynamic:
         """Return the pipeline, built for ``epoch`` if there is none, or if rank, number of ranks or device changed."""
         if self._built is None or self._built.placement != self._placement():
             self.close()
-            self._built = self._build(epoch)
+            try:
+                self._built = self._build(epoch)
+            except RuntimeError as error:
+                raise explained(error, self._placement()) from error
         return self._built
 
-    def _build(self, epoch: int, saved: Mapping[str, Any] = BEGINNING) -> _BuiltPipeline:
+    def _build(self, epoch: int, saved: Mapping[str, Any] = BEGINNING) -> BuiltPipeline | BuiltDynamic:
+        placement = self._placement()
+        if isinstance(self.pipeline, DynamicPipeline):
+            settings = self._settings
+            return BuiltDynamic(self.pipeline, settings, placement, self.num_threads, self.seed, epoch, saved)
         ready = isinstance(self.pipeline, ImageFolder)
         function = self.pipeline.definition() if ready else self.pipeline
-        given = _pipeline_arguments(function, self._settings, self._placement(), self.seed, epoch)
+        given = pipeline_arguments(function, self._settings, placement, self.seed, epoch)
         pipeline = function(num_threads=self.num_threads, checkpoint=saved["checkpoint"], **given)
         pipeline.build()
-        return _BuiltPipeline(pipeline, self._settings, self._placement(), epoch, saved)
+        return BuiltPipeline(pipeline, self._settings, placement, epoch, saved)
 
-    def _placement(self) -> _Placement:
+    def _placement(self) -> Placement:
         rank, world_size = self._shard
         if rank is None or world_size is None:
             rank, world_size = rank_and_size()
         device_id = self.device.index
         if self.device.type == "cuda" and device_id is None:
             device_id = torch.cuda.current_device()
-        return _Placement(rank, world_size, device_id)
+        return Placement(rank, world_size, device_id)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last returned batch, with DALI's checkpoint of every rank."""
@@ -268,117 +259,10 @@ class DALILoader:
         self.seed, self.epoch, self._batch = state["seed"], state["epoch"], state["batch"]
         self._loaded, self._next = state, state["epoch"] + (state["batch"] == state["batches"])
 
-    def _sizes(self, built: _BuiltPipeline) -> dict[str, Any]:
+    def _sizes(self, built: BuiltPipeline | BuiltDynamic) -> dict[str, Any]:
         own = {"batch_size": self._settings.batch_size, "drop_last": self._settings.drop_last}
         return {**own, "samples": built.samples, "batches": len(built), "world_size": built.placement.world_size}
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the pipeline, which another process builds itself."""
         return {**self.__dict__, "_built": None}
-
-
-class _BuiltPipeline:
-    """A pipeline built for an epoch, or to continue at the ``snapshot`` in ``saved``, under DALI's iterator.
-
-    A ``DALILoader`` makes it at its first batch or ``len``, and drops it in ``close``, after an error, or where an
-    epoch begins that this one cannot reach. It was built for ``epoch``; since then it has ended ``passes`` epochs, and
-    returned ``taken`` batches of the present one.
-    """
-
-    def __init__(
-        self, pipeline: Any, settings: _Settings, placement: _Placement, epoch: int, saved: Mapping[str, Any]
-    ) -> None:
-        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
-
-        self.placement, self.epoch, self._drops = placement, epoch, settings.drop_last
-        self.passes, self.taken = saved["passes"], saved["taken"]
-        reader, self._meta = _check_readers(pipeline.reader_meta(), placement)
-        self.samples: int = self._meta["epoch_size"]
-        self._names = [str(number) for number in range(pipeline.num_outputs)]
-        # DALI's own PARTIAL gives an empty batch, whose mean loss is NaN, to a rank that is one sample short.
-        policy = LastBatchPolicy.DROP if settings.drop_last else LastBatchPolicy.FILL
-        self._iterator = DALIGenericIterator(
-            [pipeline], self._names, reader_name=reader, last_batch_policy=policy, prepare_first_batch=False
-        )
-        if self.taken == len(self):
-            next(self._iterator, None)  # a restored iterator can only be reset after it has raised StopIteration
-
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def take(self) -> list[Tensor]:
-        """Return the next batch, without the padding of the last one."""
-        (batch,) = next(self._iterator)
-        self.taken += 1
-        kept = None if self._drops or self.taken < len(self) else self._count_kept()
-        return [_as_label(batch[name])[:kept] for name in self._names]
-
-    def rewind(self) -> None:
-        """Go from the end of an epoch to the start of the next."""
-        self._iterator.reset()
-        self.passes, self.taken = self.passes + 1, 0
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return DALI's checkpoint and the counters."""
-        (checkpoint,) = self._iterator.checkpoints()
-        return {"checkpoint": checkpoint, "epoch": self.epoch, "passes": self.passes, "taken": self.taken}
-
-    def _count_kept(self) -> int:
-        """Return the number of samples in the last batch of the epoch that are not padding."""
-        ranks, samples = self._meta["number_of_shards"], self._meta["epoch_size"]
-        # DALI gives each rank the next shard after every epoch, unless it sticks to its own.
-        shard = (self._meta["shard_id"] + (0 if self._meta["stick_to_shard"] else self.passes)) % ranks
-        size = (shard + 1) * samples // ranks - shard * samples // ranks
-        # A rank one sample short keeps a repeated one: with an empty batch its step would fail.
-        return max(1, size - (len(self) - 1) * self._iterator.batch_size)
-
-
-def _pipeline_arguments(
-    function: Callable[..., Any], settings: _Settings, placement: _Placement, seed: int, epoch: int
-) -> dict[str, Any]:
-    """Return DALI's arguments and those of the pipeline function that it takes."""
-    known = inspect.signature(function).parameters
-    others = sorted(set(settings.arguments) - set(known))
-    expect(not others, "arguments", others, f"arguments of the pipeline function, {list(known)}", TypeError)
-    filled = {
-        "shard_id": placement.rank,
-        "num_shards": placement.world_size,
-        "device": "cpu" if placement.device_id is None else "gpu",
-        "order_seed": _draw_seed(seed, epoch),
-    }
-    return {
-        "batch_size": settings.batch_size,
-        "device_id": placement.device_id,
-        "prefetch_queue_depth": settings.prefetch,
-        "exec_dynamic": True,  # batches share DALI's memory, which lives as long as they do
-        "seed": _draw_seed(seed, epoch, placement.rank + 1),
-        "enable_checkpointing": True,
-        **{name: value for name, value in filled.items() if name in known},
-        **settings.arguments,
-    }
-
-
-def _draw_seed(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
-
-
-def _check_readers(readers: Mapping[str, Mapping[str, Any]], placement: _Placement) -> tuple[str, Mapping[str, Any]]:
-    """Return a reader, which counts the samples; refuse those of another shard, and epochs that run into each other."""
-    expect(readers, "pipeline", "no reader", "a pipeline function with a reader, because without it has no length")
-    name, first = next(iter(readers.items()))
-    expected = {"shard_id": placement.rank, "number_of_shards": placement.world_size, "pad_last_batch": True}
-    for other, meta in readers.items():
-        same = {**expected, "epoch_size": first["epoch_size"]}
-        got = {key: meta[key] for key in same}
-        if got != same:
-            raise ValueError(
-                f"Expected the reader {other!r} to have {same}, got {got}. Add the arguments shard_id and num_shards "
-                "to the pipeline function, and pass them and pad_last_batch=True to each reader, over as many samples."
-            )
-    return name, first
-
-
-def _as_label(tensor: Tensor) -> Tensor:
-    """Return one integer per sample as int64 of shape (batch,), and any other tensor unchanged."""
-    whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
-    return tensor.reshape(len(tensor)).to(torch.int64) if whole and tensor.numel() == len(tensor) else tensor

@@ -3,19 +3,22 @@
 import copy
 import gc
 import itertools
+import math
 import os
 import pickle
+import random
 import weakref
 
 import pytest
 import torch
 
 pytest.importorskip("nvidia.dali")
+import nvidia.dali.experimental.dynamic as dynamic
 from nvidia.dali import Pipeline, fn, pipeline_def, types
 
 from lightning_turbo import DALILoader, _optional
 from lightning_turbo.data import DevicePrefetcher
-from lightning_turbo.data.dali import ImageFolder
+from lightning_turbo.data.dali import DynamicPipeline, ImageFolder
 from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos
 from tests.integration.resuming import assert_same
@@ -44,7 +47,20 @@ def photos(files, shard_id, num_shards, shuffle=True, pad=True, stick=False):
     return fn.resize(image, size=(8, 8)), number // 7, number
 
 
-@pytest.fixture(params=["ready", "written"])
+def read_photos(files, shard_id, num_shards, order_seed, shuffle=True, pad=True, stick=False):
+    """The reader of ``photos`` in dynamic mode."""
+    return dynamic.readers.File(
+        files=files, labels=list(range(len(files))), shard_id=shard_id, num_shards=num_shards, random_shuffle=shuffle,
+        initial_fill=16, pad_last_batch=pad, stick_to_shard=stick, seed=order_seed, enable_checkpointing=True,
+    )  # fmt: skip
+
+
+def process_photos(encoded, number, device, rng):
+    image = dynamic.decoders.image_random_crop(encoded, output_type=types.RGB, device=device, rng=rng)
+    return dynamic.resize(image, size=(8, 8)), number // 7, number
+
+
+@pytest.fixture(params=["ready", "written", "dynamic"])
 def make(request, root, files):
     """Makes loaders of batches (image, label, number) over the same photographs."""
 
@@ -52,7 +68,8 @@ def make(request, root, files):
         settings = {"num_threads": 1, "seed": 5, **kwargs}
         if request.param == "ready":
             return DALILoader(ImageFolder(root, train=True, size=8, index=True), batch_size, **settings)
-        return DALILoader(photos, batch_size, arguments={"files": files, **dict(arguments)}, **settings)
+        pipeline = photos if request.param == "written" else DynamicPipeline(read_photos, process_photos)
+        return DALILoader(pipeline, batch_size, arguments={"files": files, **dict(arguments)}, **settings)
 
     return maker
 
@@ -277,6 +294,27 @@ def ragged(files):
 
 
 @pipeline_def
+def on_a_gpu(files, shard_id, num_shards):
+    """An operator for the GPU, whatever the device of the loader."""
+    shard = {"shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
+    encoded, labels = fn.readers.file(files=files, labels=list(range(len(files))), **shard)
+    return fn.decoders.image(encoded, device="mixed"), labels
+
+
+@pipeline_def
+def from_a_folder(files, shard_id, num_shards):
+    """A folder that is not there."""
+    shard = {"shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
+    encoded, labels = fn.readers.file(file_root="missing-folder", **shard)
+    return encoded, labels
+
+
+def read_plainly(files):
+    """A reader in dynamic mode that keeps no state."""
+    return dynamic.readers.File(files=files, labels=list(range(len(files))), pad_last_batch=True)
+
+
+@pipeline_def
 def without_reader(files):
     return fn.random.uniform(range=[0, 1])
 
@@ -295,6 +333,18 @@ TWO_RANKS = {"rank": 1, "world_size": 2}
         (photos, {"rank": 0, "world_size": 22}, UNUSABLE, "number of input samples: 21, needs"),
         (ragged, TWO_RANKS, UNUSABLE, "Expected the reader 'r' to have {'shard_id': 1, .*got {'shard_id': 0"),
         (photos, {"arguments": {"x": 1}}, UNUSABLE, r"expected arguments of the pipeline function, .*got \['x'\]"),
+        (from_a_folder, {}, UNUSABLE, "missing-folder"),
+        (DynamicPipeline(read_plainly), {}, UNUSABLE, "enable_checkpointing=True"),
+        (DynamicPipeline(read_plainly), {"arguments": {"x": 1}}, UNUSABLE, r"arguments of the reader.*got \['x'\]"),
+        (DynamicPipeline(read_plainly), TWO_RANKS, UNUSABLE, "Expected the reader .* to have {'shard_id': 1"),
+        (DynamicPipeline(lambda files: 3), {}, TypeError, "what reader returned: expected a reader of nvidia.dali"),
+        (DynamicPipeline(read_photos, lambda *read: 3), {}, TypeError, "what process returned: expected a batch"),
+        (
+            DynamicPipeline(read_photos, lambda *read: dynamic.decoders.image(read[0])),
+            {"arguments": {"pad": False}},
+            UNUSABLE,
+            "'pad_last_batch': (False|0)",
+        ),
         (print, {}, TypeError, "pipeline: expected an ImageFolder"),
         (Pipeline, {}, TypeError, "an uncalled function decorated with nvidia.dali.pipeline_def"),
         (ImageFolder, {"batch_size": 2.0}, ValueError, "batch_size: expected a whole number of at least 1, got 2.0"),
@@ -319,10 +369,13 @@ def test_what_cannot_be_used_is_refused(root, files, pipeline, settings, error, 
         next(iter(DALILoader(pipeline, **settings)))
 
 
-def test_without_dali_the_error_names_the_extra(monkeypatch):
+@pytest.mark.parametrize(("cuda", "extra"), [(None, "dali"), ("12.8", "dali"), ("13.0", "dali-cuda130")])
+def test_without_dali_the_error_names_the_extra_for_the_cuda_of_torch(monkeypatch, cuda, extra):
     monkeypatch.setattr(_optional, "installed_version", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"DALILoader needs the package nvidia-dali.*lightning-turbo\[dali\]"):
-        DALILoader(photos, 4)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for make in (lambda: DALILoader(photos, 4), lambda: DynamicPipeline(read_photos)):
+        with pytest.raises(MissingExtraError, match=rf"needs the package nvidia-dali.*lightning-turbo\[{extra}\]"):
+            make()
 
 
 def test_the_seed_is_lightnings_and_the_ranks_of_a_machine_share_its_cores(monkeypatch):
@@ -340,3 +393,59 @@ def test_the_seed_is_lightnings_and_the_ranks_of_a_machine_share_its_cores(monke
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "6")  # torchrun's, for loops without a Trainer
         assert DALILoader(photos, 4).num_threads == 2
+
+
+def test_an_operator_for_a_gpu_on_a_machine_without_is_named(files):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    loader = DALILoader(on_a_gpu, 2, num_threads=1, arguments={"files": files})
+    with pytest.raises(RuntimeError, match=r"operator for a GPU .*this loader is on the CPU\. Give the pipeline"):
+        next(iter(loader))
+
+
+def test_a_broken_file_of_a_folder_is_named(tmp_path):
+    make_photos(tmp_path, per_class=2, suffixes=(".jpg",))
+    broken = next(tmp_path.rglob("*.jpg"))
+    broken.write_bytes(b"an error page of a server")
+    loader = DALILoader(ImageFolder(tmp_path, train=False, size=8), 6, num_threads=1)
+    with pytest.raises(RuntimeError, match=rf"These files are no JPEG or PNG: .*{broken.name}. Remove or repair them"):
+        list(loader)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kind", ["pipeline", "dynamic", "folder"])
+def test_random_settings_count_as_plain_python_does(root, files, kind, seed):
+    """Sizes, shards, last batches, early breaks and resumes of one loader a rank, beside sets of numbers."""
+    draws = random.Random(seed)
+    batch, world, drop = draws.randint(1, 8), draws.randint(1, 4), draws.random() < 0.4
+
+    def make(rank):
+        settings = {"num_threads": 1, "seed": seed, "drop_last": drop, "rank": rank, "world_size": world}
+        if kind == "folder":
+            return DALILoader(ImageFolder(root, train=True, size=8, index=True), batch, **settings)
+        pipeline = photos if kind == "pipeline" else DynamicPipeline(read_photos, process_photos)
+        return DALILoader(pipeline, batch, arguments={"files": files}, **settings)
+
+    ranks = [make(rank) for rank in range(world)]
+    expected = COUNT // world // batch if drop else math.ceil(math.ceil(COUNT / world) / batch)
+    assert {len(loader) for loader in ranks} == {expected}
+    for _ in range(3):
+        cut, seen = draws.randint(0, expected), []
+        for rank, loader in enumerate(ranks):
+            batches = iter(loader)
+            own = list(itertools.islice(batches, cut))
+            if draws.random() < 0.5:  # a stop
+                state = loader.state_dict()
+                loader.close()
+                ranks[rank] = loader = make(rank)
+                loader.load_state_dict(state)
+                batches = iter(loader) if 0 < cut < expected else iter(())
+                own += list(batches) if 0 < cut < expected else list(loader) if cut == 0 else []
+            else:
+                own += list(batches)
+            assert len(own) == expected
+            seen += numbers(own) if own else []
+        assert set(seen) == set(range(COUNT)) if not drop else len(set(seen)) == len(seen) == expected * batch * world
+        assert len(seen) <= COUNT + world
+    for loader in ranks:
+        loader.close()

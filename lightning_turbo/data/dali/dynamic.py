@@ -1,0 +1,190 @@
+"""``DynamicPipeline``: a reader of DALI's dynamic mode, and what is done with its batches, for a ``DALILoader``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_turbo import _optional
+from lightning_turbo._checks import check_functions, expect
+from lightning_turbo.data.dali.pipelines import (
+    Placement,
+    Settings,
+    as_label,
+    check_reader,
+    count_kept,
+    draw_seed,
+    filled_arguments,
+)
+
+__all__ = ["BuiltDynamic", "DynamicPipeline"]
+
+
+class DynamicPipeline:
+    """A reader of DALI's dynamic mode and the function that makes batches of what it reads.
+
+    Pass it to ``DALILoader`` or ``DALIDataModule`` in place of a pipeline function. Every operator of
+    ``nvidia.dali.experimental.dynamic`` and any Python code may stand in ``process``.
+
+    Args:
+        reader: A function that makes a reader with ``pad_last_batch=True`` and ``enable_checkpointing=True``. If it has
+            the arguments ``shard_id``, ``num_shards``, ``device`` or ``order_seed``, the loader passes them.
+        process: A function of the reader's outputs that returns one batch of DALI, or several in a tuple; ``None``
+            for the outputs as they are. If it has the argument ``device`` (``"cpu"`` or ``"gpu"``) or ``rng``, the
+            loader passes it; random operators take their numbers from ``rng``, whose state is part of the loader's.
+        pad: Whether samples of different shapes are padded to the largest of their batch; otherwise they are an error.
+
+    Raises:
+        MissingExtraError: If DALI is not installed, or its version has no dynamic mode (before 2.2).
+        TypeError: If ``reader`` or ``process`` is not a function.
+
+    Example:
+        >>> import nvidia.dali.experimental.dynamic as ndd  # doctest: +SKIP
+        >>> def read(shard_id, num_shards, order_seed):  # doctest: +SKIP
+        ...     shard = {"shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
+        ...     return ndd.readers.File(
+        ...         file_root="images", random_shuffle=True, seed=order_seed, enable_checkpointing=True, **shard
+        ...     )
+        >>> def process(encoded, label, device, rng):  # doctest: +SKIP
+        ...     images = ndd.decoders.image(encoded, device="mixed" if device == "gpu" else "cpu")
+        ...     return ndd.random_resized_crop(images, size=(224, 224), rng=rng), label
+        >>> loader = DALILoader(DynamicPipeline(read, process), batch_size=32)  # doctest: +SKIP
+
+    Source: NVIDIA DALI 2.4, dynamic mode and its checkpointing.
+    """
+
+    def __init__(
+        self, reader: Callable[..., Any], process: Callable[..., Any] | None = None, *, pad: bool = False
+    ) -> None:
+        _optional.require("nvidia.dali", "DynamicPipeline")
+        check_functions(reader=reader, process=process)
+        expect(reader is not None, "reader", reader, "a function that makes a reader", TypeError)
+        self.reader, self.process, self.pad = reader, process, pad
+
+
+# The contexts that are in use, by number of threads and device.
+_contexts: weakref.WeakValueDictionary[tuple[int, int | None], Any] = weakref.WeakValueDictionary()
+
+
+def _context(num_threads: int, device_id: int | None) -> Any:
+    """Return the context in which readers and operators run, one for all loaders with these threads and device.
+
+    A reader leaves its context entered between two batches, and the one that was entered last has to be left first:
+    with one context, two loaders may be read in turn. Its thread ends with the last loader that uses it.
+    """
+    import nvidia.dali.experimental.dynamic as ndd
+
+    context = _contexts.get((num_threads, device_id))
+    if context is None:
+        context = _contexts[num_threads, device_id] = ndd.EvalContext(num_threads=num_threads, device_id=device_id)
+    return context
+
+
+class BuiltDynamic:
+    """A reader of dynamic mode, made for an epoch, or to continue at the ``snapshot`` in ``saved``.
+
+    It has the methods of ``BuiltPipeline`` and lives as long as one. The reader goes through its shard again and again;
+    how many batches make an epoch is counted here.
+    """
+
+    def __init__(
+        self,
+        pipeline: DynamicPipeline,
+        settings: Settings,
+        placement: Placement,
+        num_threads: int,
+        seed: int,
+        epoch: int,
+        saved: Mapping[str, Any],
+    ) -> None:
+        import nvidia.dali.experimental.dynamic as ndd
+
+        self.placement, self.epoch, self._settings = placement, epoch, settings
+        self.passes, self.taken = saved["passes"], saved["taken"]
+        self._pipeline = pipeline
+        self._context = _context(num_threads, placement.device_id)
+        self._rng = ndd.random.RNG(seed=draw_seed(seed, epoch, placement.rank + 1))
+        known = inspect.signature(pipeline.reader).parameters
+        others = sorted(set(settings.arguments) - set(known))
+        expect(not others, "arguments", others, f"arguments of the reader function, {list(known)}", TypeError)
+        given = {**filled_arguments(pipeline.reader, placement, seed, epoch), **settings.arguments}
+        # A reader that has told its size reads batches of one sample from then on, so another one is asked.
+        reader = pipeline.reader(**given)
+        kind = "a reader of nvidia.dali.experimental.dynamic.readers"
+        expect(hasattr(reader, "get_metadata"), "what reader returned", reader, kind, TypeError)
+        self._meta = reader.get_metadata()
+        self.samples: int = self._meta["epoch_size"]
+        check_reader("of the DynamicPipeline", self._meta, placement, self.samples)
+        self._reader = pipeline.reader(**given)
+        self._batches: Generator[Any] = (nothing for nothing in ())
+        if saved["checkpoint"] is not None:
+            reader_state, rng_state = saved["checkpoint"]
+            self._reader.set_state(reader_state)
+            self._rng.set_state(rng_state)
+        own = math.ceil(self.samples / placement.world_size)
+        self._read_in_an_epoch = math.ceil(own / settings.batch_size)
+
+    def __len__(self) -> int:
+        if self._settings.drop_last:
+            return self.samples // self.placement.world_size // self._settings.batch_size
+        return self._read_in_an_epoch
+
+    def take(self) -> list[Tensor]:
+        """Return the next batch, without the padding of the last one."""
+        with self._context:
+            outputs = self._made_of(self._read())
+            if not self.taken:
+                self._reader.get_state()  # raises now, not at the first checkpoint, if the reader keeps no state
+            tensors = [as_label(output.torch(pad=self._pipeline.pad)) for output in outputs]
+        self.taken += 1
+        if self._settings.drop_last or self.taken < len(self):
+            return tensors
+        kept = count_kept(self._meta, self.passes, len(self), self._settings.batch_size)
+        return [tensor[:kept] for tensor in tensors]
+
+    def _read(self) -> Any:
+        """Read a batch; the reader begins its next pass where one is over, with a position that DALI keeps."""
+        with contextlib.suppress(StopIteration):
+            return next(self._batches)
+        self._batches = self._reader.next_epoch(batch_size=self._settings.batch_size)
+        return next(self._batches)
+
+    def _made_of(self, read: Any) -> tuple[Any, ...]:
+        named = isinstance(read, Mapping)
+        process = self._pipeline.process
+        if process is None:
+            return tuple(read.values()) if named else read
+        known = inspect.signature(process).parameters
+        device = "cpu" if self.placement.device_id is None else "gpu"
+        own = {name: value for name, value in {"device": device, "rng": self._rng}.items() if name in known}
+        made = process(**read, **own) if named else process(*read, **own)
+        outputs = made if isinstance(made, tuple) else (made,)
+        for output in outputs:
+            kind = "a batch of DALI's dynamic mode, or several in a tuple"
+            expect(hasattr(output, "torch"), "what process returned", output, kind, TypeError)
+        return outputs
+
+    def rewind(self) -> None:
+        """Go from the end of an epoch to the start of the next."""
+        # Batches that are left out are read all the same, so that the reader's pass ends.
+        with self._context:
+            for _ in range(self.taken, self._read_in_an_epoch):
+                self._read()
+        self.passes, self.taken = self.passes + 1, 0
+
+    def close(self) -> None:
+        """Leave the pass of the reader that is under way."""
+        self._batches.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the states of reader and random numbers, and the counters."""
+        states = None
+        if self.taken or self.passes:
+            states = (str(self._reader.get_state()), str(self._rng.get_state()))
+        return {"checkpoint": states, "epoch": self.epoch, "passes": self.passes, "taken": self.taken}

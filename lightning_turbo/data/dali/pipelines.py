@@ -1,0 +1,190 @@
+"""What a ``DALILoader`` builds of a pipeline function, and where it is in its epoch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_turbo._checks import expect
+
+__all__ = [
+    "BuiltPipeline", "Placement", "Settings", "as_label", "check_reader", "count_kept", "draw_seed", "explained",
+    "filled_arguments", "pipeline_arguments",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a built pipeline is bound to: its shard, and a CUDA device or ``None`` for the CPU."""
+
+    rank: int
+    world_size: int
+    device_id: int | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose for the pipeline; it does not change in the life of a loader."""
+
+    batch_size: int
+    drop_last: bool
+    prefetch: int
+    num_threads: int | None
+    arguments: Mapping[str, Any]
+
+
+class BuiltPipeline:
+    """A pipeline built for an epoch, or to continue at the ``snapshot`` in ``saved``, under DALI's iterator.
+
+    A ``DALILoader`` makes it at its first batch or ``len``, and drops it in ``close``, after an error, or where an
+    epoch begins that this one cannot reach. It was built for ``epoch``; since then it has ended ``passes`` epochs, and
+    returned ``taken`` batches of the present one.
+    """
+
+    def __init__(
+        self, pipeline: Any, settings: Settings, placement: Placement, epoch: int, saved: Mapping[str, Any]
+    ) -> None:
+        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+        self.placement, self.epoch, self._drops = placement, epoch, settings.drop_last
+        self.passes, self.taken = saved["passes"], saved["taken"]
+        reader, self._meta = _check_readers(pipeline.reader_meta(), placement)
+        self.samples: int = self._meta["epoch_size"]
+        self._names = [str(number) for number in range(pipeline.num_outputs)]
+        # DALI's own PARTIAL gives an empty batch, whose mean loss is NaN, to a rank that is one sample short.
+        policy = LastBatchPolicy.DROP if settings.drop_last else LastBatchPolicy.FILL
+        self._iterator = DALIGenericIterator(
+            [pipeline], self._names, reader_name=reader, last_batch_policy=policy, prepare_first_batch=False
+        )
+        if self.taken == len(self):
+            next(self._iterator, None)  # a restored iterator can only be reset after it has raised StopIteration
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def take(self) -> list[Tensor]:
+        """Return the next batch, without the padding of the last one."""
+        (batch,) = next(self._iterator)
+        self.taken += 1
+        is_whole = self._drops or self.taken < len(self)
+        kept = None if is_whole else count_kept(self._meta, self.passes, len(self), self._iterator.batch_size)
+        return [as_label(batch[name])[:kept] for name in self._names]
+
+    def rewind(self) -> None:
+        """Go from the end of an epoch to the start of the next."""
+        self._iterator.reset()
+        self.passes, self.taken = self.passes + 1, 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return DALI's checkpoint and the counters."""
+        (checkpoint,) = self._iterator.checkpoints()
+        return {"checkpoint": checkpoint, "epoch": self.epoch, "passes": self.passes, "taken": self.taken}
+
+
+def filled_arguments(function: Callable[..., Any], placement: Placement, seed: int, epoch: int) -> dict[str, Any]:
+    """Return those of the loader's own arguments that a function of the user's takes."""
+    filled = {
+        "shard_id": placement.rank,
+        "num_shards": placement.world_size,
+        "device": "cpu" if placement.device_id is None else "gpu",
+        "order_seed": draw_seed(seed, epoch),
+    }
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in filled.items() if name in known}
+
+
+def pipeline_arguments(
+    function: Callable[..., Any], settings: Settings, placement: Placement, seed: int, epoch: int
+) -> dict[str, Any]:
+    """Return DALI's arguments and those of the pipeline function that it takes."""
+    known = inspect.signature(function).parameters
+    others = sorted(set(settings.arguments) - set(known))
+    expect(not others, "arguments", others, f"arguments of the pipeline function, {list(known)}", TypeError)
+    return {
+        "batch_size": settings.batch_size,
+        "device_id": placement.device_id,
+        "prefetch_queue_depth": settings.prefetch,
+        "exec_dynamic": True,  # batches share DALI's memory, which lives as long as they do
+        "seed": draw_seed(seed, epoch, placement.rank + 1),
+        "enable_checkpointing": True,
+        **filled_arguments(function, placement, seed, epoch),
+        **settings.arguments,
+    }
+
+
+def count_kept(meta: Mapping[str, Any], passes: int, batches: int, batch_size: int) -> int:
+    """Return the number of samples in the last batch of an epoch that are not padding.
+
+    Args:
+        meta: What DALI tells of the reader.
+        passes: Epochs that the reader has ended.
+        batches: Batches of an epoch.
+        batch_size: Samples of a batch.
+    """
+    ranks, samples = meta["number_of_shards"], meta["epoch_size"]
+    # DALI gives each rank the next shard after every epoch, unless it sticks to its own.
+    shard = (meta["shard_id"] + (0 if meta["stick_to_shard"] else passes)) % ranks
+    size = (shard + 1) * samples // ranks - shard * samples // ranks
+    # A rank one sample short keeps a repeated one: with an empty batch its step would fail.
+    return max(1, size - (batches - 1) * batch_size)
+
+
+def draw_seed(*numbers: int) -> int:
+    """Return a seed that follows from some numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
+
+
+def _check_readers(readers: Mapping[str, Mapping[str, Any]], placement: Placement) -> tuple[str, Mapping[str, Any]]:
+    """Return a reader, which counts the samples; refuse those of another shard, and epochs that run into each other."""
+    expect(readers, "pipeline", "no reader", "a pipeline function with a reader, because without it has no length")
+    name, first = next(iter(readers.items()))
+    for other, meta in readers.items():
+        check_reader(other, meta, placement, first["epoch_size"])
+    return name, first
+
+
+def check_reader(name: str, meta: Mapping[str, Any], placement: Placement, samples: int) -> None:
+    """Refuse a reader of another shard, of another number of samples, or whose epochs run into each other."""
+    expected = {
+        "shard_id": placement.rank,
+        "number_of_shards": placement.world_size,
+        "pad_last_batch": True,
+        "epoch_size": samples,
+    }
+    got = {key: meta[key] for key in expected}
+    if got != expected:
+        raise ValueError(
+            f"Expected the reader {name!r} to have {expected}, got {got}. Add the arguments shard_id and num_shards "
+            "to the pipeline function, and pass them and pad_last_batch=True to each reader, over as many samples."
+        )
+
+
+def as_label(tensor: Tensor) -> Tensor:
+    """Return one integer per sample as int64 of shape (batch,), and any other tensor unchanged."""
+    whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
+    return tensor.reshape(len(tensor)).to(torch.int64) if whole and tensor.numel() == len(tensor) else tensor
+
+
+def explained(error: RuntimeError, placement: Placement, advice: str = "") -> RuntimeError:
+    """Return an error of DALI with its cause and with what to do about it.
+
+    Args:
+        error: What DALI raised.
+        placement: Where the pipeline runs.
+        advice: What the caller knows of it.
+    """
+    said = str(error)
+    if error.__cause__ is not None:  # dynamic mode raises that something failed, from what failed
+        said = f"{said}: {error.__cause__}"
+    if placement.device_id is None and "CUDA" in said and "driver" in said:
+        advice = (
+            "The pipeline has an operator for a GPU (device='gpu' or 'mixed'), and this loader is on the CPU. Give the "
+            "pipeline function an argument device and pass it to its operators, or run it on a machine with a GPU."
+        )
+    return RuntimeError(f"{said.rstrip()}\n{advice}" if advice else said)

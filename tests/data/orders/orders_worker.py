@@ -1,0 +1,83 @@
+"""One rank of a Trainer over the orders: which samples it was given, to FOLDER/RANK.json."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_turbo import LengthBatchSampler, WeightedSampler
+
+LENGTHS = [1 + i * 7 % 23 for i in range(42)]
+
+
+def make_loader(order):
+    if order == "by length":
+        return DataLoader(range(42), batch_sampler=LengthBatchSampler(LENGTHS, max_cost=60, seed=1))
+    return DataLoader(range(42), batch_size=4, sampler=WeightedSampler([1.0, 2.0] * 21, 40, seed=1))
+
+
+class Net(LightningModule):
+    def __init__(self, order, made):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen = {"fit": [], "validate": [], "predict": []}
+        self.order, self.made = order, made
+
+    def step(self, batch, stage):
+        self.seen[stage].append([self.current_epoch, batch.tolist()])
+        return self.layer(batch[:, None].float()).mean()
+
+    def training_step(self, batch, index):
+        return self.step(batch, "fit")
+
+    def validation_step(self, batch, index):
+        self.step(batch, "validate")
+
+    def predict_step(self, batch, index):
+        return self.step(batch, "predict")
+
+    def train_dataloader(self):
+        return self.made or make_loader(self.order)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Data(LightningDataModule):
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def train_dataloader(self):
+        return make_loader(self.order)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+def main(folder):
+    warnings.simplefilter("ignore")
+    found = {}
+    for strategy in ("ddp", "turbo_ddp"):
+        for order in ("by length", "by weight"):
+            for where in ("hook", "outside", "datamodule"):
+                trainer = Trainer(
+                    accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, barebones=True,
+                    num_sanity_val_steps=0,
+                )  # fmt: skip
+                model = Net(order, make_loader(order) if where == "outside" else None)
+                data = Data(order) if where == "datamodule" else None
+                trainer.fit(model, datamodule=data)
+                trainer.predict(model, datamodule=data, return_predictions=False)
+                found[f"{strategy}, {order}, {where}"] = model.seen
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
