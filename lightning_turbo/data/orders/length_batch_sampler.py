@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ class LengthBatchSampler(BatchSampler):
     ) -> None:
         check_switches(shuffle=shuffle)
         self.lengths = _check_lengths(lengths)
-        self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         self.max_cost = None if max_cost is None else check_count("max_cost", max_cost)
         expect(batch_size is not None or max_cost is not None, "batch_size, max_cost", None, "at least one of them")
         multiple = check_count("pad_to_multiple_of", pad_to_multiple_of)
@@ -170,23 +171,22 @@ class LengthBatchSampler(BatchSampler):
             raise ValueError(
                 f"{samples} samples cannot make a batch for each of {ranks} ranks. Take fewer ranks, or more samples."
             )
-        # Halves stay where their batch was, so that like costs stay side by side. The number of a heap's entry is the
-        # place of the batch, then the order of the halves.
+        # Halves stay where their batch was, so that like costs stay side by side.
         parts = [[batch] for batch in batches]
-        heap = [(-self._cost(batch), number, 0) for number, batch in enumerate(batches) if len(batch) > 1]
+        heap = [self._entry(batch, number, 0) for number, batch in enumerate(batches) if len(batch) > 1]
         heapq.heapify(heap)
         while missing and heap:
-            _, number, part = heapq.heappop(heap)
-            batch = parts[number][part]
-            middle = len(batch) // 2
-            parts[number][part] = batch[:middle]
-            parts[number].append(batch[middle:])
-            missing -= 1
-            for half in (part, len(parts[number]) - 1):
+            _, number, place = heapq.heappop(heap)
+            for half in _halve(parts[number], place):
                 if len(parts[number][half]) > 1:
-                    heapq.heappush(heap, (-self._cost(parts[number][half]), number, half))
-        filled = [part for halves in parts for part in halves]
+                    heapq.heappush(heap, self._entry(parts[number][half], number, half))
+            missing -= 1
+        filled = list(itertools.chain.from_iterable(parts))
         return filled + filled[:missing]
+
+    def _entry(self, batch: list[int], number: int, place: int) -> tuple[int, int, int]:
+        """An entry of the heap, the most expensive batch first: it is half ``place`` of batch ``number``."""
+        return -self._cost(batch), number, place
 
     def _cost(self, batch: list[int]) -> int:
         return int(self.padded[batch].max()) * len(batch)
@@ -221,6 +221,14 @@ class LengthBatchSampler(BatchSampler):
                 most = min(most, self.max_cost // longest_first[start])
             cuts.append(min(start + most, len(longest_first)))
         return cuts
+
+
+def _halve(parts: list[list[int]], place: int) -> tuple[int, int]:
+    """Halve one of the parts of a batch, the second half put behind them all, and return the places of both."""
+    batch = parts[place]
+    parts[place] = batch[: len(batch) // 2]
+    parts.append(batch[len(batch) // 2 :])
+    return place, len(parts) - 1
 
 
 def _check_lengths(lengths: Any) -> Tensor:

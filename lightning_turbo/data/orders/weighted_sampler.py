@@ -68,6 +68,7 @@ class WeightedSampler(SeededSampler):
         self.weights = _check_weights(weights)
         self.replacement = replacement
         number = len(self.weights) if num_samples is None else check_count("num_samples", num_samples)
+        self.draws = number
         drawable = int((self.weights > 0).sum())
         expect(
             replacement or number <= drawable,
@@ -80,7 +81,7 @@ class WeightedSampler(SeededSampler):
     def draw(self, epoch: int) -> list[int]:
         """Return the order of an epoch over all ranks: ``num_samples`` indices of the dataset."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        return torch.multinomial(self.weights, len(self.dataset), self.replacement, generator=generator).tolist()
+        return torch.multinomial(self.weights, self.draws, self.replacement, generator=generator).tolist()
 
     def __iter__(self) -> Iterator[int]:
         positions = super().__iter__()
