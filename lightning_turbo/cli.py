@@ -91,8 +91,9 @@ def _add_doctor(commands: Commands) -> None:
         description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
         "fails. With a script: run it with a Doctor in each of its Trainers until one has looked at its steps, write "
         "doctor.txt and doctor.json, and end it without its handlers, so that it overwrites nothing; the exit status "
-        "is that of a script which ends earlier, and 1 if a report could not be written. compare A B: what got slower "
-        "or is new from one of these folders to the other; the exit status is 1 if something did.",
+        "is that of a script which ends earlier, 1 if a report could not be written, and 3 if no Trainer began to "
+        "train. compare A B: what got slower or is new from one of these folders to the other; the exit status is 1 if "
+        "something did.",
         usage="%(prog)s [--json] | %(prog)s compare A B | "
         "%(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] [-m] SCRIPT [-- ARGUMENT ...]",
     )

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.doctor import guard
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
@@ -80,7 +81,8 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
-    """Seeds every generator and works in a temporary folder."""
+    """Seeds every generator and works in a temporary folder. Errors of the Doctor's own are raised."""
+    monkeypatch.setattr(guard, "RAISES", True)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, Subset
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._machine import count_cores
 from lightning_turbo._trainer import owner_of_training_data
-from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.sample_seeds import SeededDataset
-from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Run, SchedulerFacts, Site
+from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, Run, SchedulerFacts, Site
+from lightning_turbo.doctor.loaders import describe_loader
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.nn.memory_format import LAST
 
 __all__ = [
+    "BatchFacts",
     "batch_facts",
+    "cancelled_biases",
     "count_epochs",
     "has_contiguous_convolutions",
     "leaves",
@@ -32,14 +30,12 @@ __all__ = [
     "optimizer_facts",
     "run_facts",
     "scheduler_facts",
+    "validation_loader_facts",
 ]
 
 
-TRANSFORMS = ("transform", "transforms", "target_transform")
-READS = r"\b(np|numpy)\.load\((?!.*mmap_mode)|\bReadImage\(|\btorch\.load\((?!.*mmap=True)"
-NIFTI = r"\.get_fdata\(|\basarray\([^)]*\.dataobj\b(?!\[)"
-"""How a line has a whole file read: by NumPy, SimpleITK and torch, and by nibabel."""
-GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
+GROUP_NAMES = ("params", "param_names", "name")
+"""What a group of parameters has beside its settings."""
 
 
 def run_facts(trainer: Any) -> Run:
@@ -66,95 +62,52 @@ def run_facts(trainer: Any) -> Run:
     )
 
 
-def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loader:
-    """Return the settings of the training loader; nothing is known if there are several or it has not been made.
+def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws: tuple[str, ...] = ()) -> Loader:
+    """Return what is known of the training loader.
 
     Args:
         trainer: The Trainer.
         sources: Finds the line that makes the loader.
         fit: The line that began the run, for a loader that was made elsewhere.
+        draws: What loading was seen to draw from.
     """
     loader: Any = trainer.train_dataloader
-    if loader is None or isinstance(loader, (list, tuple, dict)):
-        return Loader()
     names = ("DataLoader", type(loader).__name__)
-    owner = type(owner_of_training_data(trainer))
-    inner = _inner(loader)
-    dataset = type(_innermost(getattr(inner, "dataset", None)))
-    return Loader(
-        type=names[1],
-        sampler=type(getattr(inner, "sampler", None)).__name__,
-        sharded=_sharded(inner),
-        iterable_dataset=isinstance(getattr(inner, "dataset", None), IterableDataset),
-        whole_read=sources.line(dataset, f"{READS}|{NIFTI}"),
-        whole_nifti=sources.line(dataset, NIFTI),
-        site=sources.call(owner, "train_dataloader", *names) or fit,
-        **(_standard_facts(loader) if isinstance(loader, DataLoader) else {}),
-    )
+    site = sources.call(type(owner_of_training_data(trainer)), "train_dataloader", *names) or fit
+    return describe_loader(loader, sources, site, draws)
 
 
-def _inner(loader: Any) -> Any:
-    """Return the DataLoader that a loader of another kind wraps, else the loader itself."""
-    # A wrapper names its loader as it likes, so that all its attributes are looked at.
-    held = (loader, *getattr(loader, "__dict__", {}).values())
-    return next((each for each in held if isinstance(each, DataLoader)), loader)
+def validation_loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loader:
+    """Return what is known of the validation loader, if there is one."""
+    given: Any = trainer.val_dataloaders
+    loader = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
+    owner = type(trainer.datamodule or trainer.lightning_module)
+    return describe_loader(loader, sources, sources.call(owner, "val_dataloader", "DataLoader") or fit)
 
 
-def _innermost(dataset: Any) -> Any:
-    """Return the dataset below subsets and seeds."""
-    while isinstance(dataset, (Subset, SeededDataset)):
-        dataset = dataset._seeded_dataset if isinstance(dataset, SeededDataset) else dataset.dataset
-    return dataset
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What a batch holds.
 
-
-def _standard_facts(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {
-        "standard": True,
-        "prefetches": isinstance(loader, PrefetchLoader),
-        "workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "persistent_workers": loader.persistent_workers,
-        "copied_generators": _copied_generators(loader),
-    }
-
-
-def _copied_generators(loader: DataLoader[Any]) -> tuple[str, ...]:
-    """Return the generators of a dataset and its transforms that each worker gets in the same state.
-
-    A ``worker_init_fn`` may seed them, and in a dataset with sample seeds the samples do.
+    Attributes:
+        size: Bytes of its tensors.
+        objects: How many tensors there are.
+        wide: Those in double precision, as a user would write them.
     """
-    dataset: Any = loader.dataset
-    if loader.num_workers < 2 or loader.worker_init_fn is not None or isinstance(dataset, SeededDataset):
-        return ()
-    dataset = _innermost(dataset)
-    owners = {f"dataset.{name}": getattr(dataset, name, None) for name in TRANSFORMS}
-    return tuple(
-        f"{path}.{name}"
-        for path, owner in {"dataset": dataset, **owners}.items()
-        for name, value in getattr(owner, "__dict__", {}).items()
-        if isinstance(value, GENERATORS)
-    )
+
+    size: int = 0
+    objects: int = 0
+    wide: tuple[str, ...] = ()
 
 
-def _sharded(loader: Any) -> bool | None:
-    """Return whether a loader gives each rank its own part; only torch's own samplers tell."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    samplers = {type(each) for each in found} - {type(None)}
-    if any(issubclass(each, DistributedSampler) for each in samplers):
-        return True
-    # A sampler of somebody else's may split the data or not: nothing is said about it.
-    names = " ".join({each.__module__.rpartition(".")[0] for each in samplers})
-    return {"torch.utils.data": False}.get(names)
-
-
-def batch_facts(batch: Any) -> dict[str, Any]:
-    """Return what a batch holds, however its lists, tuples, mappings and dataclasses are nested, for ``Facts``."""
+def batch_facts(batch: Any) -> BatchFacts:
+    """Return what a batch holds, however its lists, tuples, mappings and dataclasses are nested."""
     tensors = dict(leaves(batch, "batch"))
-    return {
-        "batch": sum(each.numel() * each.element_size() for each in tensors.values()),
-        "wide": tuple(name for name, each in tensors.items() if each.dtype in (torch.float64, torch.complex128)),
-    }
+    return BatchFacts(
+        size=sum(each.numel() * each.element_size() for each in tensors.values()),
+        objects=len(tensors),
+        wide=tuple(name for name, each in tensors.items() if each.dtype in (torch.float64, torch.complex128)),
+    )
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,14 +133,28 @@ def optimizer_facts(trainer: Any, sources: Sources) -> tuple[OptimizerFacts, ...
 
 
 def _optimizer_facts(optimizer: Any, site: Site | None) -> OptimizerFacts:
-    group = optimizer.param_groups[0]
+    groups = optimizer.param_groups
+    group = groups[0]
     plain = not group.get("fused")
     return OptimizerFacts(
         name=type(optimizer).__name__,
         one_by_one=plain and group.get("foreach") is False,
         can_fuse=plain and "fused" in group,
+        groups=len(groups),
+        kinds=len({_kind(each) for each in groups}),
         site=site,
     )
+
+
+def _kind(group: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the settings of a group of parameters, but for what they are called."""
+    return tuple((name, repr(value)) for name, value in sorted(group.items()) if name not in GROUP_NAMES)
+
+
+def cancelled_biases(module: nn.Module, biases: set[int], sources: Sources) -> tuple[Part, ...]:
+    """Return the layers whose biases are among ``biases``, the ids of those that a norm was seen to cancel."""
+    names = [name for name, bias in module.named_parameters() if id(bias) in biases]
+    return tuple(Part(name=name.removesuffix(".bias"), site=sources.layer(module, name)) for name in names)
 
 
 def scheduler_facts(trainer: Any, sources: Sources) -> tuple[SchedulerFacts, ...]:

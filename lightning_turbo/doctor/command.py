@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["examine"]
 
+NOT_EXAMINED = 3
+"""The exit status where no Trainer began to train."""
+
 
 def examine(
     program: str | Path,
@@ -27,7 +30,7 @@ def examine(
     module: bool = False,
     out: str | Path = "runs/doctor",
     keep_going: bool = False,
-    **steps: int,
+    **steps: Any,
 ) -> int:
     """Run a script or a package with a ``Doctor`` in each Trainer that it makes, until the first report is complete.
 
@@ -42,7 +45,7 @@ def examine(
 
     Returns:
         0 if it was ended after a report, else the program's own exit status: 1 after an exception, whose traceback is
-        printed, 130 after Ctrl-C. In place of 0, 1 if a report could not be written.
+        printed, 130 after Ctrl-C. In place of 0, 1 if a report could not be written, and 3 if nothing was examined.
 
     Raises:
         TurboError: If there is no such script, or ``out`` cannot be a folder that reports are written to.
@@ -55,7 +58,8 @@ def examine(
 
         name = "doctor" if not made else f"doctor-{len(made) + 1}"
         page, data = folder / f"{name}.txt", folder / f"{name}.json"
-        made.append(Doctor(**steps, text=page, json=data, stop=not keep_going))
+        border = "wait" if keep_going else "cut"
+        made.append(Doctor(**steps, text=page, json=data, stop=not keep_going, border=border))
         return made[-1:]
 
     def close(status: int) -> int:
@@ -86,10 +90,11 @@ def examine(
     finally:
         del os.environ[RANKS]
     status = close(run.status)
-    if not any(each.report is not None for each in made) and all(each.reports for each in made):
-        reason = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
-        sys.stderr.write(f"lightning-turbo doctor: {reason}\n")
-    return status
+    if any(each.report is not None for each in made) or not all(each.reports for each in made):
+        return status
+    reason = f"{Path(program).name} was not examined: {_reason(made, run.error)}."
+    sys.stderr.write(f"lightning-turbo doctor: {reason}\n")
+    return status or (0 if any(each.superseded for each in made) else NOT_EXAMINED)
 
 
 def _end_of(name: str, made: list[Doctor], keep_going: bool) -> list[str]:

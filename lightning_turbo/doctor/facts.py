@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
-    "BOUNDS", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "Loader", "OptimizerFacts", "Part", "Rank", "Run",
-    "SchedulerFacts", "Seen", "Site", "check_steps",
+    "BOUNDS", "FEW", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "FitFacts", "HookTime", "Loader",
+    "OptimizerFacts", "Part", "PartTime", "Rank", "Run", "SchedulerFacts", "Seen", "Site", "check_steps",
 ]  # fmt: skip
 
 WAITING = 0.10
@@ -20,6 +20,8 @@ NOTICEABLE = 5e-3
 """Seconds of a step that are worth a warning; a choice as well."""
 SHORT = 2.5e-3
 """Seconds of a step below which Lightning's own work is in every phase of it; a choice as well."""
+FEW = 5
+"""Timed steps below which no time of a step is a basis for a warning."""
 BOUNDS = {
     "compute": ("forward", "backward", "optimizer"),
     "copy": ("copy",),
@@ -61,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loader:
-    """The training loader's settings; of several loaders, or one that does not tell, nothing is known."""
+    """A loader's settings; of several loaders, or one that does not tell, nothing is known."""
 
     type: str = ""
     standard: bool = False  # whether it is a torch.utils.data.DataLoader
@@ -71,9 +73,9 @@ class Loader:
     persistent_workers: bool = False
     sampler: str = ""
     whole_read: Site | None = None  # a line of the dataset's file that reads a whole file
-    whole_nifti: Site | None = None  # one that has nibabel read a whole volume
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if it cannot be told
     iterable_dataset: bool = False
+    draws: tuple[str, ...] = ()  # what loading in this process was seen to draw random numbers from
     copied_generators: tuple[str, ...] = ()  # of the dataset, which give every worker the same numbers
     site: Site | None = None
 
@@ -85,6 +87,8 @@ class OptimizerFacts:
     name: str
     one_by_one: bool = False  # whether foreach=False, and not fused
     can_fuse: bool = False  # whether it could be fused, and is not
+    groups: int = 1  # of parameters
+    kinds: int = 1  # of groups, by their settings
     site: Site | None = None
 
 
@@ -128,9 +132,10 @@ class Seen:
     calls: tuple[Call, ...] = ()
     retained: tuple[Part, ...] = ()  # attributes that hold tensors with their graph after the step
     anomaly: bool = False  # whether autograd's anomaly detection is on
+    anomaly_site: Site | None = None  # the line that switches it on
+    biases: tuple[Part, ...] = ()  # layers whose bias a norm takes away
     graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
     recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
-    graph: tuple[Part, ...] = ()  # what would stop a CUDA graph of the step, beside calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +149,53 @@ class Rank:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PartTime:
+    """What one part of a fit takes, in seconds."""
+
+    name: str  # a key of ``clock.PARTS``
+    once: float = 0.0  # in the whole fit
+    each: float = 0.0  # in each epoch, beside that
+    watched: float = 0.0  # as far as it was watched
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HookTime:
+    """What one hook takes in each epoch, in seconds."""
+
+    name: str  # as Lightning's profiler has it, such as "[Callback]Average.on_train_batch_end"
+    seconds: float
+    in_steps: bool = False  # in each step, or at the borders of an epoch
+    site: Site | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitFacts:
+    """Where the time of the whole fit goes, projected from what was watched."""
+
+    parts: tuple[PartTime, ...] = ()  # empty if no epoch began
+    epochs: float = math.inf  # that the fit may last
+    batches: float = 0  # of an epoch
+    validations: float = 0.0  # an epoch
+    validated: float = 0.0  # batches of a validation
+    watched_epochs: int = 0
+    watched_steps: int = 0
+    watched_validated: int = 0
+    has_border: bool = False  # whether the first batch of a second epoch was watched
+    saves: float = 0.0  # checkpoints an epoch
+    hooks: tuple[HookTime, ...] = ()  # the slowest first
+
+    def each(self, *names: str) -> float:
+        """Return the seconds of some parts in each epoch; of all parts without names."""
+        return sum(part.each for part in self.parts if part.name in names or not names)
+
+    @property
+    def whole(self) -> float:
+        """Seconds of the whole fit; infinite if its epochs are not known."""
+        once = sum(part.once for part in self.parts)
+        return once + self.each() * self.epochs if self.parts else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """Everything that the rules may look at; times in seconds, sizes in bytes."""
 
@@ -154,9 +206,13 @@ class Facts:
     phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
     longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
     loader: Loader = Loader()
+    validation_loader: Loader = Loader()
+    fit: FitFacts = FitFacts()
+    training_step: Site | None = None
+    validation_step: Site | None = None
     read: float = 0.0  # bytes that loading reads, a timed step; 0 where it is not counted
-    indexed_gzip: bool = False  # whether nibabel reads .gz by indexed_gzip
     batch: int = 0  # bytes of a batch's tensors
+    objects: int = 0  # tensors of a batch, each of which crosses from a worker process by itself
     wide: tuple[str, ...] = ()  # tensors of the batch in double precision
     convolutions: bool = False  # whether a weight has four or five dimensions and is not in channels-last format
     optimizers: tuple[OptimizerFacts, ...] = ()
@@ -184,17 +240,24 @@ class Facts:
         return self.seconds_in(["data"]) / (self.step or 1.0)
 
     @property
+    def waits(self) -> float:
+        """Seconds of a watched step in which it waits without computing, beside those for its data."""
+        return sum(each.seconds for each in self.seen.calls if each.kind == "wait") / max(self.seen.watched, 1)
+
+    @property
     def pays_for_loop(self) -> bool:
         """Whether the step is so short that a leaner loop would shorten it."""
         return 0 < self.step < SHORT and self.seconds_in(BOUNDS["loop"]) > WAITING * self.step
 
     @property
     def bound(self) -> str:
-        """What bounds the step: "data" or a key of ``BOUNDS``; empty if no step was timed."""
+        """What bounds the step: "data", "waits" or a key of ``BOUNDS``; empty if no step was timed."""
         if not self.step:
             return ""
         if self.waiting > WAITING:
             return "data"
+        if self.waits > NOTICEABLE and self.waits > self.step / 2:
+            return "waits"
         if self.pays_for_loop:
             return "loop"
         return max(BOUNDS, key=lambda name: self.seconds_in(BOUNDS[name]))

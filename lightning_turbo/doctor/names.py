@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["copied_array", "fetch", "find_tensors", "generic_name", "upload"]
+__all__ = [
+    "copied_array",
+    "fetch",
+    "find_tensors",
+    "generic_name",
+    "is_host",
+    "is_training_norm",
+    "upload",
+]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -68,16 +76,16 @@ def upload(name: str, args: Args, kwargs: Kwargs) -> str:
     if name in ("__getitem__", "__setitem__"):
         uploads = _has_list(args[1])
     elif name == "new_tensor":
-        uploads = not _is_host(kwargs.get("device", "the tensor's"))
+        uploads = not is_host(kwargs.get("device", "the tensor's"))
     else:
-        there = isinstance(_value(name, args, kwargs), torch.Tensor) or _is_host(kwargs.get("device"))
+        there = isinstance(_value(name, args, kwargs), torch.Tensor) or is_host(kwargs.get("device"))
         uploads = name in _UPLOADS and not there
     return _UPLOADS[name] if uploads else ""
 
 
 def copied_array(name: str, args: Args, kwargs: Kwargs) -> str:
     """Return how the user writes a call that copies a NumPy array on the host; empty of other calls."""
-    copied = name == "tensor" and isinstance(_value(name, args, kwargs), np.ndarray) and _is_host(kwargs.get("device"))
+    copied = name == "tensor" and isinstance(_value(name, args, kwargs), np.ndarray) and is_host(kwargs.get("device"))
     return "torch.tensor(array)" if copied else ""
 
 
@@ -86,9 +94,16 @@ def generic_name(name: str) -> str:
     return "tensor[index]" if name in ("__getitem__", "__setitem__") else f"torch.{name}"
 
 
-def _is_host(device: Any) -> bool:
+def is_host(device: Any) -> bool:
     """Return whether a function with this argument makes a tensor on the host, in a run on a GPU as well."""
     return device is None or device == "cpu"  # a torch.device of the CPU may be the module's, a word is not
+
+
+def is_training_norm(name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether a call normalizes by the mean of what it gets, so that a bias in front of it has no effect."""
+    if name == "batch_norm":
+        return bool(_argument(5, "training", args, kwargs))
+    return name == "instance_norm" and bool(_argument(5, "use_input_stats", args, kwargs, True))
 
 
 def _argument(position: int, name: str, args: Args, kwargs: Kwargs, default: Any = None) -> Any:

@@ -9,39 +9,72 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from lightning_turbo.doctor.clock import Listener, Moment, Plan
 from lightning_turbo.doctor.facts import NOTICEABLE, WAITING, Rank, Site
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.timeline import Timeline
+from lightning_turbo.doctor.timing import StepTiming
 from lightning_turbo.measure import interval_of
 
-__all__ = ["Laps", "Slow", "find_slow", "rank_facts", "start_of_process"]
+__all__ = ["RankTiming", "Slow", "find_slow", "rank_facts", "start_of_process"]
 
 CAUSES = ("data", "copy", "hooks", "logging", "optimizer", "forward")
 """Phases in which a rank may be slow, those first in which it hardly ever waits for others. Not among them: backward,
 in which gradients are reduced, and what Lightning's loop does without a hook, where ranks tell one another of signals.
 """
+_ENDED_BY = {
+    "setup": "setting up the data",
+    "on_fit_start": "setting up the model",
+    "on_validation_start": "",
+    "on_train_start": "",
+    "on_validation_batch_end": "validation",
+}
+"""A hook -> the part of the time that ends where it begins; empty for what is nobody's."""
 LATE = 1.0
 """Seconds before or between the steps that are worth a word; a choice, above what imports differ by."""
 
 
-class Laps:
+class RankTiming(Listener):
     """The time before and between the steps, by what it went into; the ranks' clocks are never compared.
 
-    Each lap ends at a hook of the Doctor.
+    Who starts it: the clock, when fit begins, which is before this rank meets the others: a late one could not be told
+    later. What ends it: the last timed step, behind which the ranks leave one by one. What always holds: the seconds
+    add up to the time since ``begin``.
 
     Args:
-        begin: When the first lap began, as ``time.time`` has it.
+        begin: When the time before fit began, as ``time.time`` has it.
+        plan: The steps of the look.
     """
 
-    def __init__(self, begin: float) -> None:
+    def __init__(self, begin: float, plan: Plan) -> None:
         self.seconds: dict[str, float] = {}
+        self._plan = plan
         self._last = begin
+        self._is_over = False
 
-    def lap(self, name: str) -> None:
-        """End a lap, whose time is added to that of earlier ones with the name."""
-        now = time.time()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
+    def begin_fit(self) -> None:
+        """End the time before fit."""
+        self._end("before fit")
+
+    def enter(self, moment: Moment, before: str | None) -> None:
+        """End a part of the time where another one begins."""
+        part = _ENDED_BY.get(moment.action.rpartition(".")[2])
+        if part is not None:
+            self._end(part)
+
+    def fetched(self, step: int) -> None:
+        """End the time of a batch: that of the first one counts, of others it is a part of the step."""
+        self._end("" if step else "the first batch")
+
+    def end_step(self, step: int) -> None:
+        """End a step."""
+        self._end("")
+        self._is_over = step + 1 >= self._plan.warmup + self._plan.timed
+
+    def _end(self, part: str) -> None:
+        if not self._is_over:
+            now = time.time()
+            self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+            self._last = now
 
 
 def start_of_process() -> float:
@@ -55,7 +88,7 @@ def start_of_process() -> float:
 
 
 def rank_facts(
-    timeline: Timeline, outside: dict[str, float], owners: Sequence[object], sources: Sources, loader: Site | None
+    timeline: StepTiming, outside: dict[str, float], owners: Sequence[object], sources: Sources, loader: Site | None
 ) -> Rank:
     """Return what this rank took its time for.
 

@@ -7,29 +7,44 @@ import multiprocessing
 import re
 import threading
 
-__all__ = ["Reads"]
+from lightning_turbo.doctor.clock import Listener, Plan
+
+__all__ = ["BytesRead"]
 
 
-class Reads:
-    """Counts what is read in the timed steps, between ``begin`` and ``end``; ``drop`` forgets a step that was begun."""
+class BytesRead(Listener):
+    """Counts what is read in the timed steps.
 
-    def __init__(self) -> None:
+    Who starts it: the clock, with the first step that the plan times. What ends it: that the plan times no more. What
+    always holds: ``steps`` has the bytes of whole steps only.
+
+    Args:
+        plan: The steps to count in.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.steps: list[int] = []
         self._before: int | None = None
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._before = _bytes_read()
+    def begin_step(self, step: int) -> None:
+        """Begin a step, if it is one of those to count in."""
+        self._before = _bytes_read() if self.plan.times(step) else None
 
-    def end(self) -> None:
+    def end_step(self, step: int) -> None:
         """End the step, if one was begun."""
         if self._before is not None:
             self.steps.append(max(_bytes_read() - self._before, 0))
-        self.drop()
-
-    def drop(self) -> None:
-        """Forget the step, because something else came between."""
         self._before = None
+
+    def drop_step(self, step: int) -> None:
+        """Forget the step."""
+        self._before = None
+
+    @property
+    def mean(self) -> float:
+        """Bytes a step; 0 where nobody counts."""
+        return sum(self.steps) / max(len(self.steps), 1)
 
 
 def _bytes_read() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import textwrap
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_turbo._files import whole_file
-from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts, Site
+from lightning_turbo.doctor.clock import PARTS, PHASES
+from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts, FitFacts, Site
 from lightning_turbo.doctor.rules.rule import LEVELS, Finding, Place
-from lightning_turbo.doctor.timeline import PHASE_NAMES, Segment
+from lightning_turbo.doctor.timing import Segment
 from lightning_turbo.measure import write_json
 
 __all__ = ["Report", "as_json", "as_text", "place", "verdict"]
@@ -26,6 +28,8 @@ WIDTH = 100
 """Columns of the text in a file."""
 SHOWN = 3
 """Names of layers or parameters that are shown of each line."""
+ROW = 0.005
+"""Share of the fit below which a part is left out of the table."""
 _TITLES = {"compute": "Compute-bound", "copy": "Bound by copies to the device", "loop": "Bound by the loop"}
 
 
@@ -69,7 +73,12 @@ def verdict(facts: Facts) -> str:
     if bound == "data":
         most = f": loading ahead makes it up to {1 / max(1.0 - facts.waiting, 0.01):.1f} times as fast."
         return f"Your step {waits}" + (most if facts.phases["data"] > NOTICEABLE else ".")
-    parts = ", ".join(PHASE_NAMES[phase] for phase in BOUNDS[bound])
+    if bound == "waits":
+        return (
+            f"Idle: your step takes {facts.step * 1e3:.2f} ms, of which it waits {facts.waits * 1e3:.2f} ms without "
+            "computing; no setting of the computation helps."
+        )
+    parts = ", ".join(PHASES[phase] for phase in BOUNDS[bound])
     helps = "not" if facts.waiting < LITTLE else "hardly"
     share = f"{facts.seconds_in(BOUNDS[bound]) / facts.step:.0%} of it is {parts}"
     return f"{_TITLES[bound]}: your step {waits}, so prefetching will {helps} help; {share}."
@@ -94,7 +103,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "watched": facts.seen.watched,
         "step_seconds": facts.step,
         "waiting": facts.waiting,
-        "phases": [{"phase": key, "name": PHASE_NAMES[key], "seconds": value} for key, value in facts.phases.items()],
+        "fit": _fit_as_json(facts.fit),
+        "phases": [{"phase": key, "name": PHASES[key], "seconds": value} for key, value in facts.phases.items()],
         "timeline": [dataclasses.asdict(segment) for segment in report.timeline],
         "steps": list(facts.steps),
         "ranks": [{"steps": list(each.steps), "outside": each.outside} for each in facts.ranks],
@@ -115,13 +125,16 @@ def as_text(report: Report, width: int | None = None) -> str:
     lines += [f"Next: {each.remedy}" for each in report.above("info")[:1]]
     nothing = ["", "Nothing to change was found."] if report.facts.seen.watched else []
     findings = chain.from_iterable(_finding_rows(each, width) for each in report.findings)
-    parts = (*(textwrap.wrap(line, width) for line in lines), _phase_rows(report.facts, width), findings)
-    return "\n".join([*chain.from_iterable(parts), *nothing * (not report.findings)])
+    rows = (_phase_rows(report.facts, width), _fit_rows(report.facts.fit, width))
+    parts = (*(textwrap.wrap(line, width) for line in lines), *rows, findings)
+    return "\n".join([*chain.from_iterable(parts), *([] if report.findings else nothing)])
 
 
 def _summarize(report: Report) -> str:
     counts = [(sum(each.level == level for each in report.findings), level) for level in LEVELS]
-    parts = ", ".join(f"{count} {level}{'s' * (count != 1 and level != 'info')}" for count, level in counts)
+    parts = ", ".join(
+        f"{count} {level}" if count == 1 or level == "info" else f"{count} {level}s" for count, level in counts
+    )
     facts = report.facts
     return f"{parts}; {facts.timed} steps timed and {facts.seen.watched} watched on {facts.run.device}"
 
@@ -143,7 +156,7 @@ def _finding_as_json(each: Finding) -> dict[str, Any]:
     return {
         **{
             name: getattr(each, name)
-            for name in ("rule", "level", "what", "cost", "seconds", "remedy", "card", "count")
+            for name in ("rule", "level", "what", "cost", "seconds", "epoch_seconds", "remedy", "card", "count")
         },
         "place": place(each.site) if each.site else "",
         "site": dataclasses.asdict(each.site) if each.site else None,
@@ -152,7 +165,9 @@ def _finding_as_json(each: Finding) -> dict[str, Any]:
 
 
 def _finding_rows(each: Finding, width: int) -> Iterator[str]:
-    where = f"{each.count} places: " * (each.count > 1) + "; ".join(_places(each))
+    where = "; ".join(_places(each))
+    if each.count > 1:
+        where = f"{each.count} places: {where}"
     card = f"see {each.card!r} in the cards of the documentation"
     yield from ("", f"{each.level.upper():8}{each.rule}")
     for label, text in (("", where), ("", each.what), ("cost", each.cost), ("remedy", each.remedy), ("card", card)):
@@ -166,4 +181,40 @@ def _phase_rows(facts: Facts, width: int) -> Iterator[str]:
     for phase, seconds in facts.phases.items():
         share = seconds / (facts.step or 1.0)
         bar = "#" * round((width - 50) * share)
-        yield f"  {PHASE_NAMES[phase]:22}{seconds * 1e3:10.3f} ms {share:6.1%}  {bar}".rstrip()
+        yield f"  {PHASES[phase]:22}{seconds * 1e3:10.3f} ms {share:6.1%}  {bar}".rstrip()
+
+
+def _fit_rows(fit: FitFacts, width: int) -> Iterator[str]:
+    """Return the table of the fit: what each part takes in the whole of it; in an epoch, where it has no end."""
+    if not fit.parts:
+        return
+    is_known = fit.whole < math.inf
+    total = fit.whole if is_known else fit.each()
+    seen = f"{fit.watched_steps} steps, {fit.watched_validated} batches of validation"
+    seen += ", the border between two epochs" if fit.has_border else ", no border between two epochs"
+    whole = f"{fit.epochs:g} epochs take {_duration(total)}" if is_known else f"an epoch takes {_duration(total)}"
+    yield from ("", *textwrap.wrap(f"The fit, projected from what was watched of it ({seen}): {whole}:", width))
+    for part in fit.parts:
+        seconds = part.once + part.each * fit.epochs if is_known else part.each
+        share = seconds / (total or 1.0)
+        if share >= ROW:
+            often = f"{part.each:10.3f} s an epoch" if part.each else f"{part.once:10.3f} s once    "
+            bar = "#" * round((width - 68) * share)
+            yield f"  {PARTS[part.name]:39}{often} {share:6.1%}  {bar}".rstrip()
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds in the unit that a reader would take."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+def _fit_as_json(fit: FitFacts) -> dict[str, Any]:
+    """Return the table as plain values; what is infinite is ``None``."""
+    numbers = ("epochs", "batches", "validations", "validated", "watched_epochs", "watched_steps", "saves", "whole")
+    return {
+        **{name: value if (value := getattr(fit, name)) < math.inf else None for name in numbers},
+        "parts": [{**dataclasses.asdict(part), "title": PARTS[part.name]} for part in fit.parts],
+        "hooks": [{"name": hook.name, "seconds": hook.seconds, "in_steps": hook.in_steps} for hook in fit.hooks],
+    }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_turbo.doctor.clock import Listener, Plan
 from lightning_turbo.doctor.facts import Part
 from lightning_turbo.doctor.source import Sources
 
@@ -22,17 +23,27 @@ NODES = 200_000
 """Nodes at which counting the graphs of an attribute stops, after about a second."""
 
 
-class Retention:
-    """What is held with its graph after each step, by the owner's path (or class name) and the attribute's name.
+class Retention(Listener):
+    """What is held with its graph after each watched step, by the owner's path (or class name) and the attribute.
+
+    Who starts it: the clock, with the first step that the plan watches. What ends it: that the plan watches no more.
+    What always holds: it keeps sizes, and no tensor.
 
     Args:
+        plan: The steps to look behind.
         module: The LightningModule; its submodules outside of ``torch.nn`` are looked at, too.
         others: Further objects whose attributes are looked at: the user's callbacks.
     """
 
-    def __init__(self, module: nn.Module, others: Iterable[object] = ()) -> None:
+    def __init__(self, plan: Plan, module: nn.Module, others: Iterable[object] = ()) -> None:
+        self.plan = plan
         self.module, self.others = module, list(others)
         self._history: list[dict[tuple[str, str], int]] = []  # graph nodes after each step
+
+    def end_step(self, step: int) -> None:
+        """Look at what is held, if the step was watched."""
+        if self.plan.watches(step):
+            self.measure()
 
     def measure(self) -> None:
         """Count the graph nodes that are held now."""

@@ -1,181 +1,139 @@
-"""One session of the doctor with a run: when what is looked at, and what it sums up to."""
+"""One look at a fit: the listeners of its clock, and the facts that they come to."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 
-from lightning_turbo._lightning import Callback
 from lightning_turbo.doctor import collect
-from lightning_turbo.doctor.facts import BOUNDS, Facts, Rank, Seen
-from lightning_turbo.doctor.graph import GraphCheck
-from lightning_turbo.doctor.ranks import rank_facts
-from lightning_turbo.doctor.reads import Reads
+from lightning_turbo.doctor.clock import FitClock, Listener, Plan
+from lightning_turbo.doctor.facts import BOUNDS, Facts, FitFacts, Rank, Seen, Site
+from lightning_turbo.doctor.fit_timing import FitTiming, Length, Projection, fit_length
+from lightning_turbo.doctor.guard import Guard
+from lightning_turbo.doctor.loaders import Draws
+from lightning_turbo.doctor.ranks import RankTiming, rank_facts
+from lightning_turbo.doctor.reads import BytesRead
 from lightning_turbo.doctor.retention import Retention
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.timeline import Recorder, Segment, Timeline, longest_action, sum_phases
+from lightning_turbo.doctor.timing import Segment, StepTiming, longest_action, sum_phases
 from lightning_turbo.doctor.watch import Watch
-from lightning_turbo.nn.compile import compile_counts
+from lightning_turbo.nn.compile import CompileReport, compile_counts
 
 __all__ = ["Session"]
 
 # Strategies whose tensors are plain ones; what others do could change under a function mode.
 _PLAIN = {"SingleDeviceStrategy", "DDPStrategy"}
 _FAST_PATHS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder, torch.nn.MultiheadAttention)
+ANOMALY = ("detect_anomaly", "set_detect_anomaly")
 
 
-@dataclass(slots=True)
-class Plan:
-    """How many steps are let pass, timed and watched, and how many are over."""
+class Compilations(Listener):
+    """Counts what torch compiles: what it does in the warm-up is no compiling again.
 
-    warmup: int
-    timed: int
-    to_watch: int
-    done: int = 0
+    Who starts it: its session, when fit begins. What ends it: ``stop``. What always holds: ``before`` was counted
+    before fit, and ``warm`` behind the warm-up, if the run came so far.
+    """
 
-    @property
-    def needed(self) -> int:
-        """Steps until the report."""
-        return self.warmup + self.timed + self.to_watch
+    def __init__(self, plan: Plan) -> None:
+        self.before = compile_counts()
+        self.warm: CompileReport | None = None
+        self.after: CompileReport | None = None
+        self._plan = plan
 
-    @property
-    def warm(self) -> bool:
-        """Whether the warm-up is over."""
-        return self.done >= self.warmup
+    def begin_step(self, step: int) -> None:
+        """Count at the end of the warm-up."""
+        if step == self._plan.warmup:
+            self.warm = compile_counts()
 
-    @property
-    def watched(self) -> int:
-        """Steps since the last timed one; below zero before that."""
-        return self.done - self.warmup - self.timed
+    def stop(self) -> None:
+        """Count at the end."""
+        self.after = compile_counts()
 
-    @property
-    def timing(self) -> bool:
-        """Whether the next step is one of those to time."""
-        return self.warm and self.watched < 0
+    def breaks(self) -> dict[str, int]:
+        """Return the graph breaks, by line and reason."""
+        return {} if self.after is None else self.after.since(self.before).breaks
 
-    @property
-    def watching(self) -> bool:
-        """Whether the next step is one of those to watch."""
-        return 0 <= self.watched < self.to_watch
+    def recompilations(self) -> dict[str, int]:
+        """Return what was compiled again, by function and reason; nothing of a run that ended in its warm-up."""
+        return {} if self.after is None or self.warm is None else self.after.since(self.warm).recompilations
 
 
 class Session:
-    """One session with a run; it owns all that is measured, so that nothing of it outlives the report.
+    """One look at a fit; it owns the clock and its listeners, so that nothing of them outlives the report.
 
-    It begins with the run: the recorder takes the place of the Trainer's profiler and calls ``_between`` and
-    ``_fetched`` in every step. ``stop`` ends it and puts the profiler back, after the last step or an exception.
+    Who starts it: the ``Doctor``, as fit begins. What ends it: ``stop``, after the last step, the end of the fit or an
+    exception. What always holds: each fact has one listener that measures it.
 
     Args:
-        steps: The steps before the first look, those that are timed, and those that are watched from inside.
-        trainer: The Trainer, which is about to train.
-        callbacks: The Trainer's other callbacks.
+        plan: The steps before the first look, those that are timed, and those that are watched from inside.
+        trainer: The Trainer, whose fit begins.
+        guard: Keeps errors of the listeners away from the run.
+        begin: When this process began, or the Doctor was made, as ``time.time`` has it.
         frame: The caller's frame, on whose stack the script's call of ``fit`` is found.
-        on_end: Called between two steps once all these steps are over.
     """
 
-    def __init__(
-        self, steps: tuple[int, int, int], trainer: Any, callbacks: list[Callback], frame: FrameType,
-        on_end: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.trainer, self.on_end = trainer, on_end
-        module, cuda = trainer.lightning_module, trainer.lightning_module.device.type == "cuda"
-        fetches = "dataloader_iter" in inspect.signature(module.training_step).parameters
-        self.plan = Plan(*steps[:2], 0 if fetches else steps[2])
-        own = [each for each in callbacks if not type(each).__module__.startswith(("lightning.", "pytorch_lightning."))]
+    def __init__(self, plan: Plan, trainer: Any, guard: Guard, begin: float, frame: FrameType) -> None:
+        self.trainer = trainer
+        module, cuda = trainer.lightning_module, trainer.strategy.root_device.type == "cuda"
+        self.fetches = "dataloader_iter" in inspect.signature(module.training_step).parameters
+        self.plan = Plan(plan.warmup, plan.timed, 0) if self.fetches else plan
+        mine = [each for each in trainer.callbacks if not type(each).__module__.startswith("lightning_turbo.doctor.")]
+        own = [each for each in mine if not type(each).__module__.startswith(("lightning.", "pytorch_lightning."))]
         self.sources = Sources([module, trainer.datamodule, *own])
         self.fit = self.sources.site(frame, through=True)
-        self.graph = GraphCheck(trainer, self.sources)
-        self.watch = Watch(self.sources, cuda=cuda, before=self._note_call)
-        self.retention = Retention(module, [each for each in own if self.sources.owns(type(each))])
-        # Counted at three moments: what the warm-up compiles does not count as compiled again.
-        self.compiled = [compile_counts()]
-        told = "another profile function is set: calls such as self.log(prog_bar=True) were not watched"
-        # Fields of ``Facts`` and ``Seen``.
-        self.noted: dict[str, Any] = {"notes": () if self.watch.table is not None else (told,)}
-        if fetches:
-            self._note_timed_only("training_step(dataloader_iter) fetches its batches itself")
-        timeline = Timeline(cuda)
-        self.recorder = Recorder(trainer.profiler, timeline, self._between, self._fetched, self._pause)
-        self.reads = Reads()
-        trainer.profiler = self.recorder
+        self.clock = FitClock(guard)
+        self.watch = Watch(self.sources, guard, self.plan, cuda=cuda, why_not=self._why_not_inside)
+        self.retention = Retention(self.plan, module, [each for each in own if self.sources.owns(type(each))])
+        self.compilations = Compilations(self.plan)
+        self.draws = Draws(self.plan, trainer)
+        self.reads = BytesRead(self.plan)
+        self.ranks = RankTiming(begin, self.plan)
+        self.parts = FitTiming()
+        self.steps = StepTiming(self.plan, cuda)
+        self.batch: collect.BatchFacts | None = None
+        self.length = Length()
+        self.notes: tuple[str, ...] = ()
 
-    def _check_inside(self) -> bool:
-        """Return whether nothing in the run would behave otherwise under a function mode; if not, note why."""
-        strategy, modules = type(self.trainer.strategy), list(self.trainer.lightning_module.modules())
-        if any(map(_is_compiled, modules)):
-            reason = "the model is compiled"
-        elif _has_compiled():
-            reason = "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it"
-        elif _base_of(strategy) not in _PLAIN:
-            reason = f"{strategy.__name__} may split tensors over devices"
-        elif any(map(_is_fast, modules)):
-            reason = "attention layers in eval mode have a fast path that watching would close"
-        else:
-            return True
-        self._note_timed_only(reason)
-        return False
+    def begin(self, last: Listener) -> None:
+        """Begin, with one more listener, who is told that a step begins when all others know."""
+        # What is told last that a step begins is told first that it ends: no time of the other listeners is in a step.
+        listeners = (
+            self.compilations, self.retention, self.reads, self.draws, self.ranks, self.parts, self.watch, self.steps,
+        )  # fmt: skip
+        self.clock.begin(self.trainer, (*listeners, last))
 
-    def _note_timed_only(self, reason: str) -> None:
-        self.noted["notes"] = (*self.noted["notes"], f"{reason}: the run was timed, and not watched from inside")
-
-    def _note_call(self, *call: Any) -> None:
-        if self.recorder.phase == "forward":
-            self.graph.call(*call)
-
-    def _pause(self) -> None:
-        """Something begins that is no part of a step."""
-        self.watch.pause()
-        self.reads.drop()
-
-    def _between(self) -> None:
-        """Between two steps: close one, and see what the next one is for."""
-        # First of all, so that the Doctor's own work between two steps is neither watched nor read as loading.
-        self.watch.pause()
-        self.reads.end()
-        if self.plan.timing:
-            self.reads.begin()
-        if self.plan.warm and len(self.compiled) == 1:
-            self.compiled.append(compile_counts())
-        self._close_step()
-        self.recorder.timeline.recording = self.plan.timing
-        if self.plan.done >= self.plan.needed:
-            self.on_end()
-
-    def _close_step(self) -> None:
-        if self.plan.watched > self.watch.watched:
-            self.watch.end_step()
-            self.retention.measure()
-
-    def _fetched(self) -> None:
-        """A batch has been fetched: if its step is to be watched, begin."""
-        if not self.plan.watching:
-            return
-        if self.plan.watched == 0:
-            self.watch.inside = self._check_inside()
-        self.noted["anomaly"] = torch.is_anomaly_enabled()
-        self.graph.begin_step()
-        self.watch.resume()
+    def look_at_length(self) -> None:
+        """Note how long the script lets the fit be, before anything cuts it short."""
+        self.length = fit_length(self.trainer, collect.count_epochs(self.trainer))
 
     def look_at(self, batch: Any) -> None:
-        """Note what the first batch holds, and the shapes of all."""
-        self.graph.look_at(batch)
+        """Note what the first batch holds."""
         # There is none yet where ``training_step`` fetches it.
-        if "batch" not in self.noted and batch is not None:
-            self.noted |= collect.batch_facts(batch)
+        if self.batch is None and batch is not None:
+            self.batch = collect.batch_facts(batch)
+
+    def _why_not_inside(self) -> str:
+        """Return why something in the run would behave otherwise under a function mode; empty if nothing would."""
+        strategy, modules = type(self.trainer.strategy), list(self.trainer.lightning_module.modules())
+        if any(map(_is_compiled, modules)):
+            return "the model is compiled"
+        if _has_compiled():
+            return "torch.compile has compiled code in this process, until torch._dynamo.reset() drops it"
+        if _base_of(strategy) not in _PLAIN:
+            return f"{strategy.__name__} may split tensors over devices"
+        if any(map(_is_fast, modules)):
+            return "attention layers in eval mode have a fast path that watching would close"
+        return ""
 
     def stop(self) -> None:
-        """Stop watching and put the Trainer's profiler back."""
+        """Stop the clock; the Trainer's profiler tells nobody any more."""
         self.watch.pause()
-        self._close_step()
-        self.compiled.append(compile_counts())
-        if self.trainer.profiler is self.recorder:
-            self.trainer.profiler = self.recorder.inner
+        self.clock.stop()
+        self.compilations.stop()
 
     def shortfall(self, interrupted: str = "") -> str:
         """Say what is missing if the run was too short, else nothing.
@@ -183,57 +141,92 @@ class Session:
         Args:
             interrupted: The name of the exception that ended the run, if one did.
         """
-        plan, timed = self.plan, len(self.recorder.timeline.steps)
-        if plan.done >= plan.needed:
+        plan, timed = self.plan, len(self.steps.steps)
+        if self.clock.step >= plan.needed:
             return ""
         end = f"was ended by {interrupted}" if interrupted else "ended"
         return (
-            f"The run {end} after {plan.done} of the {plan.needed} steps that the doctor needs: {timed} were timed and "
-            f"{self.watch.watched} watched, so findings may be missing. "
+            f"The run {end} after {self.clock.step} of the {plan.needed} steps that the doctor needs: {timed} were "
+            f"timed and {self.watch.watched} watched, so findings may be missing. "
             "Train longer, or use Doctor(warmup=1, timed=1, watched=2)."
         )
 
-    def rank(self, outside: dict[str, float]) -> Rank:
-        """Return what this rank of several took its time for, with its seconds outside of the steps."""
+    def rank(self) -> Rank:
+        """Return what this rank of several took its time for."""
         loader = collect.loader_facts(self.trainer, self.sources, self.fit).site
         owners = [self.trainer.lightning_module, self.trainer.datamodule, *self.trainer.callbacks]
-        facts = rank_facts(self.recorder.timeline, outside, owners, self.sources, loader)
+        facts = rank_facts(self.steps, self.ranks.seconds, owners, self.sources, loader)
         facts.sites["before fit"] = self.fit
         return facts
 
     def facts(self, ranks: tuple[Rank, ...] = ()) -> tuple[Facts, list[Segment]]:
         """Return all that was measured, with what all ``ranks`` were, and the mean step."""
         trainer, module, watch, sources = self.trainer, self.trainer.lightning_module, self.watch, self.sources
-        segments = self.recorder.timeline.mean_step()
-        before, warm, after = self.compiled[0], self.compiled[-2], self.compiled[-1]
-        warmed = len(self.compiled) > 2  # a run that ended in its warmup compiled for the first time
-        noted = dict(self.noted)
+        segments = self.steps.mean_step()
+        batch = self.batch or collect.BatchFacts()
         seen = Seen(
             watched=watch.watched,
             calls=watch.calls(),
             retained=self.retention.find(sources),
-            anomaly=noted.pop("anomaly", False),
-            graph_breaks=after.since(before).breaks,
-            recompilations=after.since(warm).recompilations if warmed else {},
-            graph=self.graph.find() if watch.watched else (),
+            anomaly=watch.anomaly,
+            anomaly_site=sources.setting(*ANOMALY) if watch.anomaly else None,
+            biases=collect.cancelled_biases(module, watch.biases, sources),
+            graph_breaks=self.compilations.breaks(),
+            recompilations=self.compilations.recompilations(),
         )
+        loader = collect.loader_facts(trainer, sources, self.fit, self.draws.drew)
         facts = Facts(
             run=collect.run_facts(trainer),
             seen=seen,
-            timed=len(self.recorder.timeline.steps),
-            steps=tuple(sum(step.values()) for step in self.recorder.timeline.each_step()),
+            timed=len(self.steps.steps),
+            steps=tuple(sum(step.values()) for step in self.steps.each_step()),
             phases=sum_phases(segments),
-            read=sum(self.reads.steps) / max(len(self.reads.steps), 1),
-            indexed_gzip="indexed_gzip" in sys.modules,
+            read=self.reads.mean,
             longest_hook=longest_action(segments, BOUNDS["loop"]),
-            loader=collect.loader_facts(trainer, sources, self.fit),
+            loader=loader,
+            validation_loader=collect.validation_loader_facts(trainer, sources, self.fit),
+            fit=self._fit_facts(segments, bool(loader.workers and not loader.persistent_workers)),
+            training_step=sources.method(module, "training_step"),
+            validation_step=sources.method(module, "validation_step"),
+            batch=batch.size,
+            objects=batch.objects,
+            wide=batch.wide,
             convolutions=collect.has_contiguous_convolutions(module),
             optimizers=collect.optimizer_facts(trainer, sources),
             schedulers=collect.scheduler_facts(trainer, sources),
             ranks=ranks,
-            **noted,
+            notes=self._all_notes(),
         )
         return facts, segments
+
+    def _all_notes(self) -> tuple[str, ...]:
+        notes = list(self.notes)
+        if self.watch.table is None:
+            notes.append("another profile function is set: calls such as self.log(prog_bar=True) were not watched")
+        reason = "training_step(dataloader_iter) fetches its batches itself" if self.fetches else self.watch.reason
+        if reason:
+            notes.append(f"{reason}: the run was timed, and not watched from inside")
+        return tuple(notes)
+
+    def _fit_facts(self, segments: list[Segment], starts_again: bool) -> FitFacts:
+        hooks: dict[str, float] = {}
+        for each in segments:
+            if each.phase == "hooks" and each.action.startswith("[") and "[Callback]Doctor." not in each.action:
+                hooks[each.action] = hooks.get(each.action, 0.0) + each.seconds
+        if not self.clock.epochs:
+            return FitFacts()
+        step = sum(each.seconds for each in segments)
+        projection = Projection(self.parts, self.clock.epochs, self.length, step, starts_again)
+        return projection.facts(hooks, self._site_of_action)
+
+    def _site_of_action(self, action: str) -> Site | None:
+        """Return the line of a hook, of the LightningModule, the DataModule or a callback."""
+        owner, _, hook = action.rpartition(".")
+        trainer = self.trainer
+        names = {f"[LightningModule]{type(trainer.lightning_module).__name__}": trainer.lightning_module}
+        names |= {f"[LightningDataModule]{type(trainer.datamodule).__name__}": trainer.datamodule}
+        names |= {f"[Callback]{each.state_key}": each for each in trainer.callbacks}
+        return self.sources.method(names[owner], hook) if owner in names else None
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

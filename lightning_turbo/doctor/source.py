@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import linecache
 import os
@@ -14,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule
 from lightning_turbo.doctor.facts import Site
@@ -83,6 +85,24 @@ class Sources:
         """Return whether a class is the user's."""
         return self._kind_of(_file_of(cls)) in ("own", "adopted")
 
+    def layer(self, root: nn.Module, path: str) -> Site | None:
+        """Return the line that makes the submodule or parameter at ``path``, as in ``named_modules``."""
+        owner, _, name = path.rpartition(".")
+        found = self._find(type(root.get_submodule(owner)), rf"SELF\.{re.escape(name)}\b[^=(]*=[^=]")
+        return found or (self.layer(root, owner) if owner else None)
+
+    def setting(self, *names: str) -> Site | None:
+        """Return the line that passes one of ``names`` as an argument, or calls it, with anything but ``False``.
+
+        All own files are searched, those of ``objects`` first.
+        """
+        files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())} - {"None"}
+        own = filter(lambda file: self._kind_of(file) in ("own", "adopted"), files)
+        for file in sorted(own, key=lambda file: (file not in self._adopted, file)):
+            if line := _find_setting("".join(linecache.getlines(file)), names):
+                return Site(file=file, line=line)
+        return None
+
     def change(self, cls: type, name: str) -> Site | None:
         """Return the line that changes ``self.name`` outside of ``__init__``: an append, an assignment, a call."""
         pattern = rf"SELF\.{re.escape(name)}\b(?!\.({_SHRINKING})\b)\s*([\[.(]|,.*=|[-+*/|&]?=[^=])"
@@ -135,6 +155,32 @@ def kind_of(file: str) -> str:
     if file.startswith(_MACHINERY) or (installed and installed[1] in _LIGHTNING):
         return "machinery"
     return "library" if installed or file.startswith(("<", _HERE, _TORCH, *_STANDARD)) else "own"
+
+
+def _find_setting(source: str, names: tuple[str, ...]) -> int:
+    """Return the first line of a file that passes or calls one of ``names`` without ``False``; 0 without one."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return 0
+    settings = chain.from_iterable(_settings(node, names) for node in nodes)
+    return min((line for line, values in settings if not any(map(_is_false, values))), default=0)
+
+
+def _settings(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[int, list[ast.expr]]]:
+    """Yield the lines at which a node sets one of ``names``, and what to: an argument, a key of a dict, a call."""
+    if isinstance(node, ast.keyword) and node.arg in names:
+        yield node.lineno, [node.value]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
+        yield node.lineno, [*node.args, *(each.value for each in node.keywords)]
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and key.value in names:
+                yield key.lineno, [value]
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -20,14 +20,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.doctor.calls import CallTable
+from lightning_turbo.doctor.clock import Listener, Plan
 from lightning_turbo.doctor.facts import Call, Site
+from lightning_turbo.doctor.guard import Guard
 from lightning_turbo.doctor.names import (
     copied_array,
     fetch,
     find_tensors,
     generic_name,
+    is_training_norm,
     upload,
 )
+from lightning_turbo.doctor.origins import Origins
 from lightning_turbo.doctor.source import Sources
 
 __all__ = ["Watch", "report_waits"]
@@ -37,39 +41,78 @@ WAIT = "called a synchronizing CUDA operation"
 PROTOTYPE = "Synchronization debug mode is a prototype feature"
 
 
-class Watch:
+ALL = Plan(0, 0, sys.maxsize)
+
+
+class Watch(Listener):
     """Watches steps and counts what they do, by the line of the user's own code.
 
-    Nothing is computed differently while it watches: the mode calls on with the very arguments it was given. ``resume``
-    begins after a batch was fetched, ``pause`` ends before anything that is no part of a step and at the step's end;
-    between them function mode, profile function and sync debug mode are as the user has them.
+    Who starts it: the clock, with the first step that the plan watches. What ends it: that the plan watches no more.
+    What always holds: nothing is computed differently while it watches, as the mode calls on with the very arguments
+    it was given; and outside of the time from the fetch of a batch to the end of its step, function mode, profile
+    function and sync debug mode are as the user has them.
 
     Args:
         sources: Tells the user's own files from others.
+        guard: Keeps errors of the watch away from the step.
+        plan: The steps to watch.
         cuda: Whether the run is on a CUDA device.
-        before: Called with the name, the arguments and the frame of each call of torch, before it is made.
+        why_not: Asked once, before the first of the steps, why none may be watched by the mode; empty if they may. A
+            compiled model would fall back to eager under it.
     """
 
-    def __init__(self, sources: Sources, *, cuda: bool = False, before: Callable[..., None] | None = None) -> None:
-        self.sources, self.cuda, self.before = sources, cuda, before
+    def __init__(
+        self,
+        sources: Sources,
+        guard: Guard,
+        plan: Plan = ALL,
+        *,
+        cuda: bool = False,
+        why_not: Callable[[], str] = str,
+    ) -> None:
+        self.sources, self.guard, self.plan, self.cuda = sources, guard, plan, cuda
         # None where another profile function is set, whose place this one would take.
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
-        self.inside = True  # whether to use the mode; a compiled model would fall back to eager under it
         self.watched = 0
+        self.reason = ""  # why the mode was not used
+        self.anomaly = False  # whether autograd's anomaly detection was on
+        self.biases: set[int] = set()  # ids of those that a norm takes away
+        self.origins = Origins()
+        self._why_not: Callable[[], str] | None = why_not
         self._mode = _Functions(self)
         self._counts: dict[tuple[str, str, Site, str], list[Any]] = {}
         self._started: ExitStack | None = None
         self._calling = 0  # the thread of the call that is under way
         self._waited = False  # whether it has waited for the device
 
+    def fetched(self, step: int) -> None:
+        """Begin, if the step is one of those to watch."""
+        if self.plan.watches(step):
+            # A watch that began within ``training_step`` would end in another order than what the user began there.
+            self.anomaly = torch.is_anomaly_enabled()
+            self.resume()
+
+    def end_step(self, step: int) -> None:
+        """End, and count the step."""
+        if self._started is not None:
+            self.pause()
+            self.watched += 1
+
+    def drop_step(self, step: int) -> None:
+        """End, and count nothing."""
+        self.pause()
+
     def resume(self) -> None:
         """Begin to watch, or continue; an error leaves nothing of it behind."""
         if self._started is not None:
             return
+        if self._why_not is not None:
+            self.reason, self._why_not = self._why_not(), None
+        self.origins = Origins()
         with ExitStack() as started:
             if self.cuda:
                 started.enter_context(report_waits(self._note_wait))
-            if self.inside:
+            if not self.reason:
                 started.enter_context(self._mode)
             if self.table is not None and sys.getprofile() is None:
                 sys.setprofile(self.table)
@@ -81,14 +124,9 @@ class Watch:
             return
         if self.table is not None and sys.getprofile() is self.table:
             sys.setprofile(None)
+            self.table.end()
         started, self._started = self._started, None
         started.close()
-
-    def end_step(self) -> None:
-        """Count the step that was watched as finished."""
-        self.watched += 1
-        if self.table is not None:
-            self.table.scaled = False
 
     def calls(self) -> tuple[Call, ...]:
         """Return what was seen, summed up by kind, name, line and library."""
@@ -105,15 +143,15 @@ class Watch:
             entry[1].add(self.watched)
             entry[2] += seconds
 
-    def _note_call(self, kind: str, name: str, caller: FrameType | None) -> None:
-        # log_dict calls log: of the progress bar's values the line is beyond Lightning's own.
-        self.note(kind, name, self.sources.site(caller, through=kind == "log"))
+    def _note_call(self, kind: str, name: str, caller: FrameType | None, seconds: float) -> None:
+        self.guard.note(self._note_python, kind, name, caller, seconds)
+
+    def _note_python(self, kind: str, name: str, caller: FrameType | None, seconds: float) -> None:
+        # log_dict calls log, and Lightning computes what was logged: the line is beyond Lightning's own.
+        self.note(kind, name, self.sources.site(caller, through=kind in ("log", "metric")), seconds)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Call a function of torch and note what it does."""
-        name, tensors = getattr(func, "__name__", ""), find_tensors(args, kwargs)
-        if self.before is not None:
-            self.before(name, args, kwargs, frame)
         self._calling, self._waited = threading.get_ident(), False
         start = time.perf_counter()
         try:
@@ -121,12 +159,20 @@ class Watch:
         finally:
             self._calling = 0
         seconds = time.perf_counter() - start
-        judge = self._judge_on_cuda if self.cuda else self._judge_by_name
+        self.guard.note(self._note_torch, getattr(func, "__name__", ""), args, kwargs, result, frame, seconds)
+        return result
+
+    def _note_torch(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, frame: FrameType, seconds: float
+    ) -> None:
+        tensors = find_tensors(args, kwargs)
+        judge = self._judge_on_cuda if self.cuda else self._judge_as_on_cuda
         kind, shown = judge(name, args, kwargs, tensors, result)
         if kind:
             within = self.sources.library(frame) if kind == "sync" else ""
             self.note(kind, shown, self.sources.site(frame), seconds, within)
-        return result
+        if is_training_norm(name, args, kwargs):
+            self.biases |= _bias_before(tensors[0])
 
     def _judge_on_cuda(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
@@ -141,12 +187,17 @@ class Watch:
             return "moved", uploaded or f".{name}(...)"
         return "sync", fetch(name, args, kwargs) or generic_name(name)
 
-    def _judge_by_name(
+    def _judge_as_on_cuda(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
-        """Return the same in a run on the CPU, where nothing waits: what the call would do in a run on a GPU."""
+        """Return the same in a run on the CPU, as if its module and batches were on a GPU."""
+        on_host = self.origins.are_on_host(tensors)
+        if isinstance(result, torch.Tensor) and self.origins.follow(name, args, kwargs, tensors, result):
+            return "moved", f".{name}(...)"
         if copied := copied_array(name, args, kwargs):
             return "copied", copied
+        if on_host:
+            return "", ""
         if fetched := fetch(name, args, kwargs):
             return "sync", fetched
         uploaded = upload(name, args, kwargs)
@@ -167,6 +218,16 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.watch.call(func, args, kwargs or {}, sys._getframe(1))
+
+
+def _bias_before(tensor: torch.Tensor) -> set[int]:
+    """Return the id of the bias of the layer that put out ``tensor``, as autograd recorded it."""
+    node: Any = tensor.grad_fn
+    places = {"ConvolutionBackward0": 2, "AddmmBackward0": 0}
+    if node is None or node.name() not in places:
+        return set()
+    bias = getattr(node.next_functions[places[node.name()]][0], "variable", None)
+    return {id(bias)} - {id(None)}
 
 
 @contextmanager

@@ -95,6 +95,11 @@ def is_unprofiled(trainer: Any) -> bool:
     return type(trainer.profiler) is PassThroughProfiler
 
 
+def is_heard(trainer: Any) -> bool:
+    """Whether somebody, such as the Doctor, hears for a time what the Trainer's profiler is told."""
+    return "start" in vars(trainer.profiler)
+
+
 def install_lean(trainer: Any, *, lean: bool, signals: bool) -> Callable[[], None]:
     """Replace the loop, the signal connector and the logger connector of a Trainer by lean ones.
 
@@ -173,10 +178,10 @@ class LeanEpochLoop(SignalEpochLoop):
     def advance(self, data_fetcher: Any) -> None:
         """Run a batch. Follows ``_TrainingEpochLoop.advance``, which runs itself where this does not know the batch.
 
-        That is after a resume, with ``dataloader_iter``, and under a profiler that was set in mid-run.
+        That is after a resume, with ``dataloader_iter``, and under a profiler that was set in mid-run or is heard.
         """
         trainer = self.trainer
-        if not is_unprofiled(trainer):
+        if not is_unprofiled(trainer) or is_heard(trainer):
             self._advance_profiled(data_fetcher)
             return
         if self._restarting or isinstance(data_fetcher, DataLoaderIterDataFetcher):
@@ -207,7 +212,7 @@ class LeanEpochLoop(SignalEpochLoop):
     def _advance_profiled(self, data_fetcher: Any) -> None:
         """Run a batch by Lightning's own calls, each of which tells the profiler its name.
 
-        The Doctor sets a profiler for some steps in the middle of a run.
+        The Doctor hears these names until its report.
         """
         strategy: Any = self.trainer.strategy
         lean = self.automatic_optimization, strategy.lean_plan

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from lightning_turbo.doctor.clock import PHASES
 from lightning_turbo.doctor.facts import Facts, Seen, Site
 from lightning_turbo.doctor.report import Report, as_json, as_text, verdict
 from lightning_turbo.doctor.rules.rule import Finding, Place
-from lightning_turbo.doctor.timeline import PHASES, Segment, sum_phases
+from lightning_turbo.doctor.timing import Segment, sum_phases
 
 EVIL = "</style><script>alert('x')</script>&\"<b>"
 

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from lightning_turbo.doctor.clock import PHASES
 from lightning_turbo.doctor.facts import (
     Call,
     Facts,
+    FitFacts,
+    HookTime,
     Loader,
     OptimizerFacts,
     Part,
+    PartTime,
     Rank,
     Run,
     SchedulerFacts,
@@ -23,12 +27,11 @@ from lightning_turbo.doctor.facts import (
 from lightning_turbo.doctor.report import Report, as_json, as_text
 from lightning_turbo.doctor.rules import RULES, diagnose
 from lightning_turbo.doctor.rules.rule import LEVELS
-from lightning_turbo.doctor.timeline import PHASES
 
 SITE = Site(file="train.py", line=7)
 MIB = 2**20
-CUDA = Facts(run=Run(device="cuda:0", capability=(8, 0), tf32=True, cores=8), seen=Seen(watched=4))
-CPU = Facts(run=Run(cores=8), seen=Seen(watched=4))
+CUDA = Facts(run=Run(device="cuda:0", capability=(8, 0), tf32=True, cores=8), seen=Seen(watched=4), timed=5)
+CPU = Facts(run=Run(cores=8), seen=Seen(watched=4), timed=5)
 SLOW = {"data": 0.02, "forward": 0.08}
 LOADER = Loader(type="DataLoader", standard=True, sampler="RandomSampler", site=SITE)
 
@@ -61,6 +64,17 @@ def rank(outside=0.0, **phases):
 
 
 VALIDATES = replace(rank(), outside={"before fit": 0.0, "setting up the data": 70.0, "validation": 0.4, "": 1.0})
+
+WORKERS = replace(LOADER, workers=2)
+
+
+def fit(loader=LOADER, validations=1.0, hooks=(), **parts):
+    """A run with epochs of 10 seconds, beside some parts of these seconds each."""
+    rest = 10.0 - sum(parts.values()) if sum(parts.values()) < 5 else 10.0
+    times = tuple(PartTime(name=name, each=seconds) for name, seconds in {"steps": rest, **parts}.items())
+    facts = FitFacts(parts=times, epochs=9, batches=100, validations=validations, hooks=hooks)
+    return replace(CPU, fit=facts, loader=loader, validation_loader=loader, epochs=9, batches=100)
+
 
 # Rule -> cases of (facts, the level it has to have, or None for silence).
 CASES = {
@@ -103,6 +117,8 @@ CASES = {
         (CPU, None),
     ],
     "compute-bound": [
+        (replace(CPU, phases={"forward": 0.09}, calls=calls("wait", seconds=0.24)), None),  # more than half of it
+        (replace(CPU, phases={"forward": 0.09}, calls=calls("wait", seconds=0.12)), "info"),
         (replace(CPU, phases={"data": 0.01, "forward": 0.09}), "info"),
         (replace(CPU, phases={"forward": 0.01, "backward": 0.01, "optimizer": 0.01, "copy": 0.02}), "info"),
         (replace(CPU, phases=SLOW), None),
@@ -137,6 +153,8 @@ CASES = {
         (replace(CUDA, loader=LOADER, batch=8 * MIB), "warning"),
         (replace(CUDA, loader=LOADER, batch=8 * MIB - 1), "info"),
         (replace(CUDA, loader=replace(LOADER, pin_memory=True), batch=8 * MIB), None),
+        (replace(CUDA, loader=LOADER, batch=8 * MIB, objects=31), "warning"),
+        (replace(CUDA, loader=LOADER, batch=8 * MIB, objects=32), None),
         (replace(CPU, loader=LOADER, batch=8 * MIB), None),
     ],
     "persistent-workers": [
@@ -144,6 +162,9 @@ CASES = {
         (replace(CPU, loader=replace(LOADER, workers=2), epochs=3, batches=50), "info"),
         (replace(CPU, loader=replace(LOADER, workers=2), epochs=1, batches=49), None),
         (replace(CPU, loader=replace(LOADER, workers=2, persistent_workers=True), epochs=3), None),
+        (fit(WORKERS, start=0.7, **{"first batch": 0.5}), "warning"),
+        (fit(WORKERS, **{"first batch": 0.5}), "info"),
+        (fit(replace(WORKERS, persistent_workers=True), start=0.7, **{"first batch": 0.5}), None),
     ],
     "lost-sampler": [
         (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False)), "error"),
@@ -173,15 +194,56 @@ CASES = {
         (replace(CPU, read=4 * MIB, batch=MIB), None),
         (replace(CPU, read=MIB, batch=1000), None),
     ],
-    "indexed-gzip": [
-        (replace(CPU, indexed_gzip=True, loader=replace(LOADER, whole_nifti=SITE)), "info"),
-        (replace(CPU, loader=replace(LOADER, whole_nifti=SITE)), None),
-        (replace(CPU, indexed_gzip=True), None),
+    "many-objects": [
+        (replace(CPU, phases=SLOW, objects=32, loader=replace(LOADER, workers=2)), "warning"),
+        (replace(CPU, objects=32, loader=replace(LOADER, workers=2)), "info"),
+        (replace(CPU, phases=SLOW, objects=31, loader=replace(LOADER, workers=2)), None),
+        (replace(CPU, phases=SLOW, objects=32, loader=LOADER), None),  # nothing crosses
     ],
-    "cuda-graph": [
-        (replace(CPU, calls=calls("sync")), "info"),
-        (replace(CUDA, graph=(Part(name="Adam without capturable=True"),)), "info"),
-        (replace(CPU, calls=calls("log")), None),
+    "bias-before-norm": [(replace(CPU, biases=(Part(name="net.0", site=SITE),)), "info"), (CPU, None)],
+    "waits-without-computing": [
+        (replace(CPU, phases={"forward": 0.05}, calls=calls("wait", seconds=0.0201)), "warning"),  # 5 ms a step
+        (replace(CPU, phases={"forward": 0.05}, calls=calls("wait", seconds=0.0199)), "info"),
+        (replace(CPU, phases={"forward": 0.06}, calls=calls("wait", seconds=0.0201)), "info"),  # not above 10 %
+        (replace(CPU, phases={"forward": 0.06}, calls=calls("wait", seconds=0.0019)), None),
+        (CPU, None),
+    ],
+    "metric-in-step": [
+        (replace(CPU, phases={"forward": 0.05}, calls=calls("metric", seconds=0.0201)), "warning"),
+        (replace(CPU, phases={"forward": 0.05}, calls=calls("metric", seconds=0.0199)), "info"),
+        (CPU, None),
+    ],
+    "small-groups": [
+        (replace(CPU, phases={"optimizer": 0.01, "forward": 0.1}, optimizers=adam(groups=32, kinds=3)), "warning"),
+        (replace(CPU, phases={"optimizer": 0.001, "forward": 0.1}, optimizers=adam(groups=32, kinds=3)), "info"),
+        (replace(CPU, phases={"optimizer": 0.01}, optimizers=adam(groups=32, kinds=17)), None),
+        (replace(CPU, phases={"optimizer": 0.01}, optimizers=adam(groups=31, kinds=3)), None),
+    ],
+    "slow-first-batch": [
+        (fit(**{"first batch": 1.2}), "warning"),
+        (fit(start=0.7, **{"first batch": 0.5}), "warning"),
+        (fit(**{"first batch": 0.6}), "info"),
+        (fit(**{"first batch": 0.4}), None),
+        (fit(loader=WORKERS, **{"first batch": 3.0}), None),  # of processes that start again another rule tells
+        (CPU, None),
+    ],
+    "long-validation": [
+        (fit(validation=9.0, **{"validation start": 2.0}), "warning"),
+        (fit(validation=9.0), None),
+        (fit(validations=4.0, validation=2.0), "warning"),  # every few steps
+        (fit(validations=4.0, validation=1.0), None),
+        (CPU, None),
+    ],
+    "slow-metrics": [(fit(metrics=1.2), "warning"), (fit(metrics=0.6), "info"), (fit(metrics=0.4), None)],
+    "slow-checkpoint": [
+        (fit(checkpoints=1.2), "warning"),
+        (fit(checkpoints=0.6), "info"),
+        (fit(checkpoints=0.4), None),
+    ],
+    "slow-hook": [
+        (fit(hooks=(HookTime(name="[Callback]Mine.on_train_epoch_end", seconds=1.2),)), "warning"),
+        (fit(hooks=(HookTime(name="[Callback]Mine{'a': 1}.on_train_batch_end", seconds=0.6, in_steps=True),)), "info"),
+        (fit(hooks=(HookTime(name="[Callback]Mine.on_train_epoch_end", seconds=0.4),)), None),
     ],
     "wide-batch": [(replace(CPU, wide=("batch[0]",)), "warning"), (CPU, None)],
     "repeated-draws": [
@@ -242,9 +304,38 @@ def test_the_gravest_comes_first_and_then_the_costliest():
     loader = replace(LOADER, pin_memory=True, sharded=False)
     facts = replace(CUDA, world_size=2, loader=loader, calls=(cheap, dear))
     assert diagnose(Facts()) == []
-    found = [(each.level, each.what.split()[0]) for each in diagnose(facts) if each.rule != "cuda-graph"]
+    found = [(each.level, each.what.split()[0]) for each in diagnose(facts)]
     assert [level for level, _ in found] == sorted((level for level, _ in found), key=LEVELS.index)
     assert [what for _, what in found if what in ("cheap", "dear")] == ["dear", "cheap"]
+
+
+BY_TIME = ("waits-for-data", "workers", "copy-bound", "loop-overhead", "whole-reads", "many-objects", "small-groups",
+           "waits-without-computing", "metric-in-step", "slow-rank")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_TIME)
+def test_fewer_than_five_timed_steps_are_no_basis_for_a_warning(name):
+    rule = next(rule for rule in RULES if rule.name == name)
+    facts = [each for each, level in CASES[name] if level == "warning"]
+    assert facts
+    for each in facts:
+        assert {finding.level for finding in rule.findings(replace(each, timed=4))} == {"info"}
+        assert {finding.level for finding in rule.findings(replace(each, timed=5))} == {"warning"}
+
+
+def test_what_is_right_or_wrong_by_its_settings_needs_no_times():
+    assert {rule.name for rule in RULES if rule.by_time} == set(BY_TIME)
+
+
+def test_costs_are_compared_by_the_epoch():
+    slow = fit(checkpoints=2.0)
+    in_steps = replace(slow, calls=calls("wait", seconds=0.04), phases={"forward": 0.05})  # 10 ms of 100 steps: 1 s
+    assert [each.rule for each in diagnose(in_steps) if each.level == "warning"] == [
+        "slow-checkpoint",
+        "waits-without-computing",
+    ]
+    longer = replace(in_steps, batches=1000)
+    assert diagnose(longer)[0].rule == "waits-without-computing"
 
 
 BOUND_BY = {"data": "waits-for-data", "compute": "compute-bound", "copy": "copy-bound", "loop": "loop-overhead"}
@@ -267,6 +358,9 @@ WAITING = replace(CPU, phases={"data": 0.02, "forward": 0.02})
     (WAITING, "PrefetchLoader for a background thread", "raise threads"),
     (replace(WAITING, loader=replace(LOADER, prefetches=True)), "raise threads", "PrefetchLoader"),
     (replace(WAITING, phases={"data": 0.004, "forward": 0.002}), "too short for a thread", "PrefetchLoader"),
+    (replace(WAITING, loader=replace(LOADER, draws=("its sample seeds",))), "num_workers=1", "a background thread"),
+    (replace(WAITING, loader=replace(LOADER, draws=("a generator",), prefetches=True)), "num_workers=1", "threads"),
+    (replace(WAITING, loader=replace(LOADER, workers=2)), "raise num_workers", "a background thread"),
 ])  # fmt: skip
 def test_the_remedy_fits_how_long_the_step_waits_and_what_loads(facts, words, others):
     (finding,) = (each for each in diagnose(facts) if each.rule == "waits-for-data")
@@ -313,7 +407,7 @@ def lines(*numbers, **more):
     (replace(CUDA, wide=("batch[0]", "batch[1]")), 2, ["batch[0], batch[1]"]),
 ])  # fmt: skip
 def test_one_cause_is_one_finding_with_its_places(facts, count, places):
-    report = Report(facts=facts, findings=tuple(each for each in diagnose(facts) if each.rule != "cuda-graph"))
+    report = Report(facts=facts, findings=tuple(diagnose(facts)))
     (finding,) = as_json(report)["findings"]
     assert (finding["count"], finding["places"]) == (count, places)
     assert (f"{count} places: " in " ".join(as_text(report, 120).split())) == (count > 1)

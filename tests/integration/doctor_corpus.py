@@ -16,6 +16,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_turbo import ApexAMP, ExactAccumulation
 from tests.integration.doctor_runs import Base, ManualBase, images
 FOLDER = os.path.dirname(__file__)
+class Sleeps(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return torch.ones(1)
 """
 STEP = """
 class Model(Base):
@@ -46,24 +52,86 @@ SICK_STEPS = [
     ("retained-graph", ["self.total = getattr(self, 'total', 0.0) + loss"]),
     ("retained-graph", ["self.seen = {**getattr(self, 'seen', {}), batch_idx: {'loss': loss}}"]),
     ("retained-graph", ["self.ring = [loss]; self.ring.append(self.ring)"]),
+    ("made-on-host", ["noise = torch.randn(4, 8)", "loss = loss + noise.to(self.device).mean()"]),
+    ("made-on-host", ["noise = torch.randn(4, 8)", "loss = loss + noise.type_as(batch[0]).mean()"]),
+    ("made-on-host", ["noise = torch.ones(4, 8) * 2", "loss = loss + (noise + 1).to(batch[0]).mean()"]),
+    ("waits-without-computing", ["time.sleep(0.02)"]),
+    ("waits-without-computing", ["for _ in DataLoader(Sleeps(), batch_size=2): pass"]),
+    ("waits-without-computing", ["import subprocess; subprocess.run(['sleep', '0.02'])"]),
+    ("waits-without-computing", ["import threading; threading.Event().wait(0.02)"]),
     ("anomaly-mode", ["with torch.autograd.detect_anomaly(): self.loss(batch)"]),
-    ("cuda-graph", ["self.last = loss.item()"]),
-    ("cuda-graph", ["if loss > -1e9: loss = loss * 1.0"]),
-    ("cuda-graph", ["loss = loss + torch.tensor([0.5, 0.5], device=self.device).sum()"]),
-    ("cuda-graph", ["loss = loss + batch[0][: 1 + batch_idx % 3].mean()"]),
-    ("cuda-graph", ["loss = loss * random.random()"]),
-    ("cuda-graph", ["self.scale = getattr(self, 'scale', 1.0) * 0.9", "loss = loss * self.scale"]),
-    ("cuda-graph", ["if batch_idx % 2: loss = loss.abs()"]),
-    ("cuda-graph", ["loss.register_hook(lambda grad: grad)"]),
 ]
 SICK_SCHEDULES = [
     ("stepped-per-epoch", "return [optimizer], [CyclicLR(optimizer, 0.01, 0.1, 2)]"),
     ("stepped-per-epoch", "return [optimizer], [OneCycleLR(optimizer, 0.1, 12)]"),
     ("loop-optimizer", "return torch.optim.Adam(self.parameters(), foreach=False)"),
-    ("cuda-graph", "return torch.optim.Adam(self.parameters())"),
-    ("cuda-graph", "return torch.optim.Adagrad(self.parameters())"),
 ]
 SICK = """
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3),  # in one line with others
+            nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4),
+        )
+        self.head = nn.Linear(4, 4)  # <- bias-before-norm
+        self.norm = nn.BatchNorm1d(4)
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.norm(self.head(self.net(batch[0]))), batch[1])
+    def train_dataloader(self):
+        return DataLoader(images(40), batch_size=4)
+---
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(40))
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.net(x), batch[1])
+    def configure_optimizers(self):
+        groups = [{"params": [each], "weight_decay": 0.01 * (each.ndim > 1)} for each in self.parameters()]
+        return torch.optim.AdamW(groups)  # <- small-groups
+---
+from torchmetrics import MeanMetric
+
+class Model(Base):
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.mean(loss.detach())  # <- metric-in-step
+        return loss
+---
+class Many(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):
+        return {str(n): torch.ones(1) for n in range(40)}
+
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch["0"].expand(-1, 8)).mean()
+    def train_dataloader(self):
+        return DataLoader(Many(), batch_size=4, num_workers=1)  # <- many-objects
+---
+class Slow(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):  # <- slow-hook
+        time.sleep(0.1)
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):  # <- slow-hook
+        time.sleep(0.03)
+
+Model = Base
+TRAINER = {"callbacks": [Slow()]}
+---
+class Model(Base):
+    def validation_step(self, batch, batch_idx):  # <- long-validation
+        time.sleep(0.1)
+    def val_dataloader(self):
+        return DataLoader(images(12, 8), batch_size=4)
+---
 class Gate(nn.Module):
     def forward(self, x):
         return x if x.sum().item() > -1e9 else -x  # <- host-sync
@@ -98,7 +166,7 @@ class Model(Base):
         self.scores.update(logits)
         return F.cross_entropy(logits, batch[1])
     def train_dataloader(self):
-        return DataLoader(images(28), batch_size=4)
+        return DataLoader(images(40), batch_size=4)
 
 TRAINER = {"callbacks": [Keep()]}
 ---
@@ -115,7 +183,7 @@ class Model(ManualBase):
 ---
 class Slow(Dataset):
     def __len__(self):
-        return 28
+        return 40
     def __getitem__(self, i):
         time.sleep(0.005)
         return torch.ones(8, dtype=torch.float64), i % 4
@@ -128,45 +196,22 @@ class Model(Base):
 ---
 class Model(Base):
     def train_dataloader(self):
-        return DataLoader(images(28, 8), batch_size=4, num_workers=1)  # <- persistent-workers
+        return DataLoader(images(40, 8), batch_size=4, num_workers=1)  # <- persistent-workers
 
 TRAINER = {"max_epochs": 2}
----
-class Model(Base):
-    def __init__(self):
-        super().__init__()
-        self.net.register_forward_hook(lambda *given: None)  # <- cuda-graph
-        self.net.weight.register_hook(lambda grad: None)  # <- cuda-graph
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": "step"}]  # <- cuda-graph
----
-class Lengths(Dataset):
-    def __len__(self):
-        return 7
-    def __getitem__(self, i):
-        return torch.ones(4, 8 + i), torch.zeros(4, dtype=torch.long)
-
-class Model(Base):
-    def loss(self, batch):
-        return F.cross_entropy(self.net(batch[0][:, :8]), batch[1])
-    def train_dataloader(self):
-        return DataLoader(Lengths(), batch_size=None)
-
-LINELESS = "batch"  # without a line: cuda-graph
 ---
 np.save(FOLDER + "/scan.npy", np.ones((64, 64, 64), dtype=np.float32))
 
 class Patches(Dataset):
     def __len__(self):
-        return 28
+        return 40
     def __getitem__(self, i):
         scan = torch.from_numpy(np.load(FOLDER + "/scan.npy"))  # <- whole-reads
         return scan[i, i, :8], i % 4
 
 class Model(Base):
     def train_dataloader(self):
-        return DataLoader(torch.utils.data.Subset(Patches(), range(28)), batch_size=4)
+        return DataLoader(torch.utils.data.Subset(Patches(), range(40)), batch_size=4)
 ---
 class Tensors(Dataset):
     def __init__(self):
@@ -186,11 +231,10 @@ class Scans(Dataset):
         self.load = nibabel.load
         noise = np.random.default_rng(0).normal(size=(80, 80, 80)).astype(np.float32)
         nibabel.save(nibabel.Nifti1Image(noise, np.eye(4)), FOLDER + "/scan.nii.gz")
-        sys.modules["indexed_gzip"] = None  # installed and imported by nibabel, as far as the Doctor sees
     def __len__(self):
-        return 28
+        return 40
     def __getitem__(self, i):
-        scan = self.load(FOLDER + "/scan.nii.gz").get_fdata(dtype=np.float32)  # <- whole-reads, indexed-gzip
+        scan = self.load(FOLDER + "/scan.nii.gz").get_fdata(dtype=np.float32)  # <- whole-reads
         return torch.from_numpy(scan[i, i, :8]), i % 4
 
 class Model(Base):
@@ -200,7 +244,7 @@ class Model(Base):
 Model = Base
 TRAINER = {
     "accumulate_grad_batches": 4,  # without a line: short-window
-    "detect_anomaly": True,  # without a line: anomaly-mode
+    "detect_anomaly": True,  # <- anomaly-mode
 }
 """
 
@@ -228,7 +272,7 @@ class Maps(Dataset):
         np.save(FOLDER + "/scan.npy", np.ones((64, 64, 64), dtype=np.float32))
         self.scan = np.load(FOLDER + "/scan.npy", mmap_mode="r")  # once: Python 3.14 reads 256 KiB to open one
     def __len__(self):
-        return 28
+        return 40
     def __getitem__(self, i):
         return torch.from_numpy(self.scan[i, i, :8].copy()), i % 4
 
@@ -254,7 +298,7 @@ class Model(Base):
             x = self.frozen(batch[0])
         return F.cross_entropy(torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False), batch[1])
     def train_dataloader(self):
-        return DataLoader(images(28), batch_size=4)
+        return DataLoader(images(40), batch_size=4)
 ---
 class Model(ManualBase):
     def __init__(self):

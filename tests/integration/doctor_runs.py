@@ -37,7 +37,7 @@ class Base(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self):
-        return DataLoader(images(28, 8), batch_size=4)
+        return DataLoader(images(40, 8), batch_size=4)
 
 
 class ManualBase(Base):

@@ -133,16 +133,6 @@ def test_clipping_of_gradients_that_apex_amp_has_unscaled_is_right(model, loss_s
     assert "clip-before-unscale" not in rules(doctor)
 
 
-@pytest.mark.parametrize(("loss_scale", "fused", "told"), [("dynamic", False, True), ("dynamic", True, False),
-                                                             (128.0, False, False)])  # fmt: skip
-def test_a_loss_scaler_is_named_beside_graphs_where_it_fetches_its_flag(loss_scale, fused, told):
-    module, doctor = Noisy(), Doctor(**SHORT)
-    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=fused)
-    trainer(doctor, plugins=[ApexAMP("O1", loss_scale=loss_scale)]).fit(module)
-    found = [part.name for part in doctor.report.facts.seen.graph if "loss scaler" in part.name]
-    assert found == ["the loss scaler fetches whether gradients are finite"] * told
-
-
 class Keeping(Noisy):
     """Keeps large graphs: of one step in ``last`` and ``both``, of all steps in ``kept`` and ``total``."""
 
@@ -441,6 +431,8 @@ def test_any_terminal_gets_the_report(encoding, name, monkeypatch):
     ({"watched": 1}, ValueError, "watched: expected 2 steps or more, or 0, got 1"),
     ({"timed": True}, TypeError, "timed: expected a number of steps, got True"),
     ({"json": 3}, TypeError, r"Doctor\(json=3\): expected the path of the file to write, or None"),
+    ({"border": "later"}, ValueError, "border: expected one of 'wait', 'cut', 'skip', got 'later'"),
+    ({"border": "cut"}, ValueError, "border: expected 'wait' or 'skip' without stop=True"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(given, error, message):
     with pytest.raises(error, match=message):
@@ -451,7 +443,7 @@ def test_wrong_arguments_are_refused(given, error, message):
 
 
 HERE = os.path.join(os.path.dirname(lightning_turbo.__file__), "doctor") + os.sep
-HEAVY = {"Session", "Watch", "CallTable", "Sources", "_Functions"}
+HEAVY = {"Session", "FitClock", "Watch", "CallTable", "Sources", "_Functions"}
 
 
 class Looks(Callback):
@@ -481,10 +473,10 @@ class Looks(Callback):
 
 
 def test_it_leaves_the_trainer_after_its_steps_with_all_that_it_measured_with():
-    looks, doctor = Looks(), Doctor(**SHORT)
+    looks, doctor = Looks(), Doctor(**SHORT, border="skip")
     module = trained(looks, doctor, max_epochs=2)
-    assert set(looks.seen[:3]) == {(True, 0, False, "Recorder")}
-    assert set(looks.seen[3:6]) == {(True, 1, True, "Recorder")}
+    assert set(looks.seen[:3]) == {(True, 0, False, "PassThroughProfiler")}
+    assert set(looks.seen[3:6]) == {(True, 1, True, "PassThroughProfiler")}
     assert set(looks.seen[6:12]) == {(False, 0, False, "PassThroughProfiler")}
     assert looks.alive == [HEAVY, set()]
     codes = [code for code, *_ in looks.profile.getstats() if not isinstance(code, str)]

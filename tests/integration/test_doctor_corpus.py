@@ -29,13 +29,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`.*"),
     pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary"),
 ]
-SEEN = {"warmup": 1, "timed": 3, "watched": 3}
+SEEN = {"warmup": 1, "timed": 5, "watched": 3}
 
 
 @pytest.fixture
 def own_time(monkeypatch):
     """Times the steps by what this thread computes: what other programs on the machine take is no habit of the loop."""
-    monkeypatch.setattr("lightning_turbo.doctor.timeline.time", SimpleNamespace(perf_counter=time.thread_time))
+    monkeypatch.setattr("lightning_turbo.doctor.timing.time", SimpleNamespace(perf_counter=time.thread_time))
 
 
 def fit(model, data=None, **more):
@@ -68,7 +68,8 @@ def load(tmp_path, monkeypatch):
 def test_every_rule_that_a_cpu_shows_is_in_the_corpus():
     told = {rule.name for rule in RULES if re.search(rf"(<-|line:|,) {rule.name}\b", "".join(SICK_PROGRAMS))}
     elsewhere = {"float32", "pin-memory", "lost-sampler", "graph-breaks", "recompiles",
-                 "repeated-draws", "slow-rank", "compute-bound", "copy-bound", "loop-overhead"}  # fmt: skip
+                 "repeated-draws", "slow-rank", "compute-bound", "copy-bound", "loop-overhead",
+                 "slow-first-batch", "slow-metrics", "slow-checkpoint"}  # fmt: skip
     assert told == {rule.name for rule in RULES} - elsewhere
 
 
@@ -81,9 +82,7 @@ def anomaly():
 
 @pytest.mark.parametrize("program", SICK_PROGRAMS)
 @pytest.mark.usefixtures("anomaly")
-def test_the_bad_habit_is_named_with_its_line(program, load, monkeypatch):
-    if "nibabel" in program:
-        monkeypatch.setitem(sys.modules, "indexed_gzip", None)
+def test_the_bad_habit_is_named_with_its_line(program, load):
     module = load(program)
     report = fit(module.Model(), **getattr(module, "TRAINER", {}))
     found = {(place.site.line, finding.rule) for finding in report.findings for place in finding.places
@@ -97,9 +96,8 @@ def test_the_bad_habit_is_named_with_its_line(program, load, monkeypatch):
 
 
 @pytest.mark.parametrize("program", [*CLEAN_PROGRAMS[-5:-3], STEP.format("loss = 2 * loss")])
-def test_nothing_would_stop_a_graph_of_a_clean_step_and_nothing_is_read_whole(program, load):
-    found = {each.rule for each in fit(load(program).Model()).findings}
-    assert not found & {"cuda-graph", "whole-reads", "indexed-gzip"}
+def test_nothing_is_read_whole_by_a_clean_program(program, load):
+    assert "whole-reads" not in {each.rule for each in fit(load(program).Model()).findings}
 
 
 def check_clean(*given, **more):
@@ -124,7 +122,7 @@ def sleep():
 def test_a_loader_that_is_given_to_fit_has_the_line_of_fit_and_the_remedy_fits_its_loading(kind, load, remedy):
     class Slow(torch.utils.data.Dataset):
         def __len__(self):
-            return 32
+            return 40
 
         def __getitem__(self, i):
             load()
@@ -143,15 +141,15 @@ def batches(x, y):
 
 @pytest.mark.parametrize(("model", "data"), [
     (BoringModel, None), (ManualOptimBoringModel, None),
-    (lambda: DemoNet(dims=2, classes=10), batches(torch.randn(32, 1, 8, 8), torch.arange(32) % 10)),
+    (lambda: DemoNet(dims=2, classes=10), batches(torch.randn(40, 1, 8, 8), torch.arange(40) % 10)),
 ], ids=["boring", "manual", "demo"])  # fmt: skip
 def test_nothing_is_said_about_lightnings_own_examples_and_the_demo(model, data, own_time):
-    check_clean(model(), data, limit_train_batches=8, limit_val_batches=0)
+    check_clean(model(), data, limit_train_batches=10, limit_val_batches=0)
 
 
 def test_nothing_is_said_about_the_lines_to_add(monkeypatch, own_time):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     lines = importlib.import_module("add_apex_amp")
     check_clean(
-        lines.Digits(), lines.FastDigitsData(), limit_train_batches=8, limit_val_batches=0, max_epochs=4
+        lines.Digits(), lines.FastDigitsData(), limit_train_batches=10, limit_val_batches=0, max_epochs=4
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The rules: each a pure function from facts to findings, with its threshold and its card."""
 
+from lightning_turbo.doctor import guard
 from lightning_turbo.doctor.facts import Facts
-from lightning_turbo.doctor.rules import bounds, data, graph, model, optimization, ranks, waits  # noqa: F401
-from lightning_turbo.doctor.rules.rule import LEVELS, RULES, Finding
+from lightning_turbo.doctor.rules import bounds, data, fit, model, optimization, ranks, waits  # noqa: F401
+from lightning_turbo.doctor.rules.rule import LEVELS, RULES, Finding, Rule
 
 __all__ = ["RULES", "diagnose"]
 
@@ -16,5 +17,16 @@ def diagnose(facts: Facts) -> list[Finding]:
     Returns:
         The findings, the gravest first and, among equals, the costliest first.
     """
-    findings = [finding for each in RULES for finding in each.findings(facts)]
-    return sorted(findings, key=lambda each: (LEVELS.index(each.level), -each.seconds))
+    findings = [finding for each in RULES for finding in _apply(each, facts)]
+    return sorted(findings, key=lambda each: (LEVELS.index(each.level), -each.an_epoch(facts)))
+
+
+def _apply(rule: Rule, facts: Facts) -> list[Finding]:
+    """Return a rule's findings; a rule with an error of its own finds nothing, and one line says so."""
+    try:
+        return rule.findings(facts)
+    except Exception as error:
+        if guard.RAISES:
+            raise
+        guard.say(f"Doctor: the rule {rule.name!r} found nothing, because of {guard.describe_error(error)}.")
+        return []

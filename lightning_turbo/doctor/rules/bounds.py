@@ -16,9 +16,9 @@ TURBO = {"SingleDeviceStrategy": "turbo", "DDPStrategy": "turbo_ddp"}
 def _hit(facts: Facts, bound: str, what: str, level: str, remedy: str) -> Hit:
     seconds = facts.seconds_in(BOUNDS[bound])
     share = seconds / facts.step
-    return Hit(
-        what.format(share=f"{share:.0%}"), None, "{ms} ms a step (measured)", level, seconds=seconds, remedy=remedy
-    )
+    # Not by ``format``: the names of hooks may hold braces.
+    said = what.replace("{share}", f"{share:.0%}")
+    return Hit(said, None, "{ms} ms a step (measured)", level, seconds=seconds, remedy=remedy)
 
 
 def _level(facts: Facts, bound: str) -> str:
@@ -47,6 +47,7 @@ def _compute_bound(facts: Facts) -> Iterator[Hit]:
     "device-prefetch",
     "DataLoader(pin_memory=True) and strategy='turbo', or DevicePrefetcher in a plain loop, copy the next batch during "
     "the step. Load uint8 and let Normalize scale it on the device.",
+    by_time=True,
 )
 def _copy_bound(facts: Facts) -> Iterator[Hit]:
     if facts.bound == "copy":
@@ -56,13 +57,14 @@ def _copy_bound(facts: Facts) -> Iterator[Hit]:
         yield _hit(facts, "copy", "{share} of the step is the copy of the batch", _level(facts, "copy"), hooks)
 
 
-@rule("loop-overhead", "turbo-strategy", "Do the work of hooks and callbacks every so many steps only.")
+@rule("loop-overhead", "turbo-strategy", "Do the work of hooks and callbacks every so many steps only.", by_time=True)
 def _loop_overhead(facts: Facts) -> Iterator[Hit]:
     # A step that waits for data may pay for the loop as well; then both are said.
     if facts.bound != "loop" and not facts.pays_for_loop:
         return
     what = "{share} of the step is hooks, callbacks and logging"
-    what += f", the longest of them {facts.longest_hook}" * bool(facts.longest_hook)
+    if facts.longest_hook:
+        what += f", the longest of them {facts.longest_hook}"
     turbo = TURBO.get(facts.run.strategy)
     lean = f"Trainer(strategy={turbo!r}) calls hooks directly and logs without waiting. " if turbo else ""
     rare = "Do the work of your own hooks and callbacks every so many steps only."

@@ -11,6 +11,7 @@ __all__: list[str] = []
 
 LARGE = 8 * 2**20  # bytes of a batch above which its copy takes a visible time
 FAR_SMALLER = 4  # times the bytes of the batch that are read; decoded images and numbers in text stay below
+MANY = 32  # tensors of a batch from which handing them over is worth a word
 MUCH = 2**20  # bytes a step below which nobody cares what is read
 
 
@@ -27,6 +28,7 @@ FASTER = "PackedDataset serves data that fits one file, DALI images."
     "Load ahead: PrefetchLoader for a background thread or several, where loading reads files or computes in NumPy or "
     "torch; DataLoader(num_workers=1, persistent_workers=True) where it computes in Python, which holds the GIL. "
     f"{FASTER}",
+    by_time=True,
 )
 def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "data":
@@ -38,8 +40,17 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
             "The wait is too short for a thread or a process. PackedDataset, or a dataset with __getitems__, loads a "
             "batch by one call; larger batches need fewer calls."
         )
+    elif facts.loader.draws:
+        # Such a loader loads in the calling thread, where a background thread would have no effect.
+        remedy = (
+            f"Loading draws from {' and '.join(facts.loader.draws)}, so that it stays in the calling thread: "
+            "DataLoader(num_workers=1, persistent_workers=True) loads ahead in a process, with Prefetch() behind it. "
+            "Then raise num_workers as long as it helps."
+        )
     elif facts.loader.prefetches:
         remedy = f"The background thread is too slow: raise threads, or num_workers. {FASTER}"
+    elif facts.loader.workers:
+        remedy = f"The worker processes are too slow: raise num_workers, or load less. {FASTER}"
     level = "warning" if _is_slow(facts) else "info"
     yield Hit(what, facts.loader.site, "{ms} ms a step (measured)", level, seconds=facts.phases["data"], remedy=remedy)
 
@@ -49,6 +60,7 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     "patches",
     "Read the patch only: PatchDataset on packed scans, np.load(mmap_mode='r'), nibabel's img.dataobj[...], "
     "SimpleITK's SetExtractIndex, torch.load(mmap=True). Files from which a small part is used can be stored smaller.",
+    by_time=True,
 )
 def _whole_reads(facts: Facts) -> Iterator[Hit]:
     if facts.read > max(MUCH, FAR_SMALLER * facts.batch) and facts.batch:
@@ -58,59 +70,55 @@ def _whole_reads(facts: Facts) -> Iterator[Hit]:
 
 
 @rule(
-    "indexed-gzip",
-    "patches",
-    "Read a part by img.dataobj[...], pack the scans, or uninstall indexed_gzip where volumes are read whole.",
-)
-def _indexed_gzip(facts: Facts) -> Iterator[Hit]:
-    if facts.indexed_gzip and facts.loader.whole_nifti is not None:
-        what = "nibabel reads whole volumes by indexed_gzip, which is made for parts of .nii.gz files"
-        yield Hit(what, facts.loader.whole_nifti, "slower than gzip on a whole file: it writes an index", "info")
-
-
-@rule(
     "workers",
     "worker-tuning",
     "Set num_workers by measurement: lightning_turbo.tune_workers does it. An IterableDataset has "
     "to split itself among workers, by torch.utils.data.get_worker_info().",
+    by_time=True,
 )
 def _workers(facts: Facts) -> Iterator[Hit]:
     workers, slow, ranks = facts.loader.workers, _is_slow(facts), facts.run.local_ranks
-    what = f"num_workers={workers}{f' in each of {ranks} ranks' * (ranks > 1)} on {facts.run.cores} cores"
+    where = f" in each of {ranks} ranks" if ranks > 1 else ""
+    what = f"num_workers={workers}{where} on {facts.run.cores} cores"
     cost = "part of what the step waits for data"
     # Too many is said of any step, because they cost memory; too few only where the step waits for them. Ranks may
     # share the cores or have been given some each, so that what is said has to be true of both.
     if workers > facts.run.cores:
         yield Hit(what, facts.loader.site, "memory and switches for each worker", "warning" if slow else "info")
     elif slow and facts.loader.standard and 2 * workers * ranks < facts.run.cores:
-        yield Hit(
-            what + ": batches are loaded between the steps" * (workers == 0 and not facts.loader.prefetches),
-            facts.loader.site,
-            cost,
-        )
+        if workers == 0 and not facts.loader.prefetches:
+            what += ": batches are loaded between the steps"
+        yield Hit(what, facts.loader.site, cost)
 
 
 @rule("pin-memory", "device-prefetch", "DataLoader(pin_memory=True).")
 def _pin_memory(facts: Facts) -> Iterator[Hit]:
     loader, size = facts.loader, facts.batch
-    if facts.cuda and loader.standard and not loader.pin_memory:
+    # One thread pins all of them, one by one, which costs more than it saves where they are many.
+    if facts.cuda and loader.standard and not loader.pin_memory and facts.objects < MANY:
         what = f"pin_memory=False with batches of {size / 2**20:.1f} MiB"
         cost = f"part of {facts.phases.get('copy', 0.0) * 1e3:.2f} ms of copying a step (measured)"
         yield Hit(what, loader.site, cost, "warning" if size >= LARGE else "info")
 
 
 @rule(
-    "persistent-workers",
+    "many-objects",
     "worker-tuning",
-    "DataLoader(persistent_workers=True), unless the dataset changes between epochs.",
+    "Put what the samples have into few tensors: a collate_fn that concatenates them, with one tensor of their "
+    "lengths, or a batch of one tensor a field.",
+    by_time=True,
 )
-def _persistent_workers(facts: Facts) -> Iterator[Hit]:
+def _many_objects(facts: Facts) -> Iterator[Hit]:
     loader = facts.loader
-    # A start is dear against an epoch of few batches, and lost in one of many.
-    if loader.workers and facts.run.epochs != 1 and not loader.persistent_workers:
-        what = f"persistent_workers=False: each epoch starts {loader.workers} new workers"
-        cost = "the start of the processes and the import of the program, once an epoch"
-        yield Hit(what, loader.site, cost, "warning" if facts.run.batches < 50 else "info")
+    if loader.workers and facts.objects >= MANY:
+        what = (
+            f"each batch crosses from worker to trainer as {facts.objects} tensors, each with a file descriptor and a "
+            "segment of shared memory of its own"
+        )
+        waits = facts.bound == "data"
+        seconds = facts.phases.get("data", 0.0)
+        cost = "part of {ms} ms a step of waiting for data (measured)" if waits else "time of the workers"
+        yield Hit(what, loader.site, cost, "warning" if waits else "info", seconds=seconds if waits else 0.0)
 
 
 @rule(

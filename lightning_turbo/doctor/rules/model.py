@@ -19,9 +19,22 @@ LIGHTNING = "what-lightning-does-already"
 )
 def _retained_graph(facts: Facts) -> Iterator[Hit]:
     for kept in facts.seen.retained:
-        what = f"{kept.name} keeps tensors with their graph after the step{', more with every step' * kept.growing}"
+        more = ", more with every step" if kept.growing else ""
+        what = f"{kept.name} keeps tensors with their graph after the step{more}"
         cost = "the memory of a graph for each step" if kept.growing else "the memory of one graph"
         yield Hit(what, kept.site, cost, "warning" if kept.growing else "info", kept.name, str(kept.growing))
+
+
+@rule(
+    "bias-before-norm",
+    "no-bias-before-norm",
+    "Build the layers with bias=False, or call lightning_turbo.drop_bias_before_norm.",
+)
+def _bias_before_norm(facts: Facts) -> Iterator[Hit]:
+    cost = "one addition, one sum in backward and one optimizer entry a layer for nothing (estimated)"
+    for layer in facts.seen.biases:
+        what = f"{layer.name} has a bias, which the norm behind it cancels"
+        yield Hit(what, layer.site, cost, "info", layer.name, cause="bias")
 
 
 @rule("graph-breaks", LIGHTNING, "Move what breaks the graph out of the compiled function.")
@@ -52,7 +65,7 @@ def _recompiles(facts: Facts) -> Iterator[Hit]:
 )
 def _anomaly_mode(facts: Facts) -> Iterator[Hit]:
     cost = "each operation records a stack trace and each gradient is checked for NaN, with a host sync"
-    # Switched on for the run by an option, which has no line, or within the step, at a line.
+    # Switched on for the run, where the Trainer is made or by a call, or within the step.
     if facts.seen.anomaly:
-        yield Hit("autograd's anomaly detection is on", None, cost)
+        yield Hit("autograd's anomaly detection is on", facts.seen.anomaly_site, cost)
     yield from hits_of_calls(facts, "anomaly", "{name} is entered in the step", cost, "warning")

@@ -9,6 +9,11 @@ from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
+MANY_GROUPS = 32
+"""Groups of parameters from which their number is worth a word."""
+OPTIMIZER = 0.05
+"""Share of the step from which an optimizer with many groups is worth a warning."""
+
 
 @rule(
     "loop-optimizer",
@@ -23,6 +28,25 @@ def _loop_optimizer(facts: Facts) -> Iterator[Hit]:
             yield Hit(f"{each.name}(foreach=False) steps its parameters one by one", each.site, cost)
         elif facts.cuda and each.can_fuse:
             yield Hit(f"{each.name} without fused=True", each.site, cost, "info")
+
+
+@rule(
+    "small-groups",
+    "merged-parameter-groups",
+    "Merge the groups before the optimizer is made: AdamW(lightning_turbo.optim.merge_param_groups(groups)).",
+    by_time=True,
+)
+def _small_groups(facts: Facts) -> Iterator[Hit]:
+    seconds = facts.phases.get("optimizer", 0.0)
+    for each in facts.optimizers:
+        if each.groups < MANY_GROUPS or each.groups < 2 * each.kinds:
+            continue
+        what = (
+            f"{each.name} has {each.groups} groups of parameters of {each.kinds} kinds: foreach and fused take one "
+            "group at a time"
+        )
+        level = "warning" if seconds > OPTIMIZER * facts.step else "info"
+        yield Hit(what, each.site, "part of {ms} ms a step in the optimizer (measured)", level, seconds=seconds)
 
 
 @rule("short-window", "exact-accumulation", "Use ExactAccumulation, or drop the last batches.")
@@ -42,7 +66,7 @@ def _short_window(facts: Facts) -> Iterator[Hit]:
 )
 def _stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
     # In manual optimization the user steps the schedule, and ``interval`` says nothing.
-    for each in facts.schedulers * facts.run.automatic:
+    for each in facts.schedulers if facts.run.automatic else ():
         if each.interval == "epoch" and each.length > facts.run.epochs:
             what = (
                 f"{each.name} is stepped once an epoch: {each.length} steps to {each.aim}, in {facts.run.epochs} epochs"

@@ -26,6 +26,7 @@ MANY = 10
     "slow-rank",
     "doctor",
     "Give each rank the same work here, or look at what else its machine does: all ranks are as fast as the slowest.",
+    by_time=True,
 )
 def _slow_rank(facts: Facts) -> Iterator[Hit]:
     for slow in find_slow(facts.ranks):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lightning_turbo.doctor.facts import Call, Facts, Site
+from lightning_turbo.doctor.facts import FEW, Call, Facts, Site
 
 __all__ = ["LAYER", "LEVELS", "RULES", "Finding", "Hit", "Place", "Rule", "hits_of_calls", "rule"]
 
@@ -28,6 +29,7 @@ class Hit:
     cause: str = ""  # hits with the same cause are one finding; by default the text itself
     seconds: float = 0.0  # measured seconds a step, 0 if not measured
     remedy: str = ""  # in place of the rule's
+    epoch_seconds: float = 0.0  # measured seconds an epoch, of what is no part of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Finding:
     remedy: str
     card: str
     cost: str = ""
-    seconds: float = 0.0
+    seconds: float = 0.0  # measured seconds a step
+    epoch_seconds: float = 0.0  # measured seconds an epoch, of what is no part of a step
     count: int = 1  # how many places there are
     places: tuple[Place, ...] = ()
 
@@ -56,6 +59,11 @@ class Finding:
     def site(self) -> Site | None:
         """The first place."""
         return self.places[0].site if self.places else None
+
+    def an_epoch(self, facts: Facts) -> float:
+        """Return the seconds that it costs in an epoch of the run."""
+        batches = facts.run.batches if facts.run.batches < math.inf else facts.fit.batches or 1
+        return self.seconds * batches + self.epoch_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +74,15 @@ class Rule:
     card: str  # the card in docs/cards that tells more, without ".md"
     remedy: str
     check: Callable[[Facts], Iterable[Hit]]
+    by_time: bool = False  # whether its warnings are about the times of steps, of which a few tell nothing
 
     def findings(self, facts: Facts) -> list[Finding]:
         """Apply the rule to ``facts``; hits of one cause become one finding."""
         # By the remedy as well: lines with one cause that need another change are another finding.
         groups: dict[tuple[str, str, str], list[Hit]] = {}
         for hit in self.check(facts):
+            if self.by_time and facts.timed < FEW and hit.level == "warning":
+                hit = replace(hit, level="info")
             groups.setdefault((hit.level, hit.cause or hit.what, hit.remedy or self.remedy), []).append(hit)
         return [self._join(hits) for hits in groups.values()]
 
@@ -79,15 +90,16 @@ class Rule:
         seconds, first = sum(hit.seconds for hit in hits), hits[0]
         names: dict[Site | None, tuple[str, ...]] = {}
         for hit in hits:
-            names[hit.site] = names.get(hit.site, ()) + (hit.name,) * bool(hit.name)
+            names[hit.site] = (*names.get(hit.site, ()), *([hit.name] if hit.name else []))
         return Finding(
             rule=self.name,
             level=first.level,
-            what=first.what + f" (and {len(hits) - 1} more)" * (len(hits) > 1),
+            what=f"{first.what} (and {len(hits) - 1} more)" if len(hits) > 1 else first.what,
             remedy=first.remedy or self.remedy,
             card=self.card,
             cost=first.cost.replace("{ms}", f"{seconds * 1e3:.2f}"),
             seconds=seconds,
+            epoch_seconds=sum(hit.epoch_seconds for hit in hits),
             count=len(hits),
             places=tuple(Place(site, names[site]) for site in names if site or names[site]),
         )
@@ -97,11 +109,13 @@ RULES: list[Rule] = []
 """All rules, in the order of the documentation."""
 
 
-def rule(name: str, card: str, remedy: str) -> Callable[[Callable[[Facts], Iterable[Hit]]], Rule]:
+def rule(
+    name: str, card: str, remedy: str, *, by_time: bool = False
+) -> Callable[[Callable[[Facts], Iterable[Hit]]], Rule]:
     """Add a rule made of the decorated function, which yields hits for the facts that it gets."""
 
     def add(check: Callable[[Facts], Iterable[Hit]]) -> Rule:
-        RULES.append(Rule(name, card, remedy, check))
+        RULES.append(Rule(name, card, remedy, check, by_time))
         return RULES[-1]
 
     return add
@@ -128,7 +142,9 @@ def hits_of_calls(
     steps = max(facts.seen.watched, 1)
     for call in (each for each in facts.seen.calls if each.kind == kind):
         yield Hit(
-            what.format(name=call.name, rate=_rate(call, steps), within=f" within {call.within}" * bool(call.within)),
+            what.format(
+                name=call.name, rate=_rate(call, steps), within=f" within {call.within}" if call.within else ""
+            ),
             call.site,
             cost,
             level or _level(call, steps),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_turbo.doctor.facts import Facts
+from lightning_turbo.doctor.facts import NOTICEABLE, WAITING, Facts
 from lightning_turbo.doctor.rules.rule import LAYER, Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
 COPYING = 0.01  # share of the step from which the copy of an array is worth a warning; a choice
+LEAST_WAIT = 5e-4  # seconds of a step below which nobody cares what it waits for
 FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
 
 # A library that fetches values when the user's line calls it -> what the user can do about it.
@@ -28,6 +29,34 @@ def _price(facts: Facts, hits: Iterator[Hit]) -> Iterator[Hit]:
     """On a CPU nothing waits and nothing is copied: the hits stay as info, without a cost."""
     for hit in hits:
         yield hit if facts.cuda else replace(hit, level="info", cost=FREE, seconds=0.0)
+
+
+@rule(
+    "waits-without-computing",
+    "background-prefetch",
+    "Do it once before the training, or in the dataset, where worker processes or a thread do it ahead; make loaders "
+    "and read files outside of the step.",
+    by_time=True,
+)
+def _waits_without_computing(facts: Facts) -> Iterator[Hit]:
+    # Of a watched step: the calls themselves are not slowed by the watching.
+    for hit in hits_of_calls(facts, "wait", "the step waits in {name} without computing, {rate}", level="warning"):
+        if hit.seconds <= max(LEAST_WAIT, COPYING * facts.step):
+            continue
+        is_long = hit.seconds > NOTICEABLE and hit.seconds > WAITING * facts.step
+        yield hit if is_long else replace(hit, level="info")
+
+
+@rule(
+    "metric-in-step",
+    "what-lightning-does-already",
+    "Update the metric in the step, metric.update(...), and compute it once an epoch: self.log(name, metric, "
+    "on_step=False, on_epoch=True).",
+    by_time=True,
+)
+def _metric_in_step(facts: Facts) -> Iterator[Hit]:
+    for hit in hits_of_calls(facts, "metric", "{name} is computed in the step, {rate}", level="warning"):
+        yield hit if hit.seconds > WAITING * facts.step else replace(hit, level="info")
 
 
 @rule(

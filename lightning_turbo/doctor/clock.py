@@ -1,0 +1,366 @@
+"""``FitClock``: where a fit, an epoch, a step and a phase begin and end, from what Lightning tells its profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_turbo._replaced import ReplacedMethod
+from lightning_turbo.doctor.guard import Guard
+
+__all__ = ["PARTS", "PHASES", "EpochCount", "FitClock", "Listener", "Moment", "Plan", "phase_of"]
+
+PARTS = {
+    "set-up": "set-up",
+    "sanity check": "sanity check",
+    "start": "start of loading, with its processes",
+    "first batch": "first batch of an epoch",
+    "steps": "steps",
+    "validation start": "start of validation, with its processes",
+    "validation": "validation",
+    "metrics": "metrics (compute, synchronisation)",
+    "checkpoints": "checkpoints",
+    "hooks": "hooks at the borders of an epoch",
+    "loggers": "loggers",
+}
+"""The parts of a fit, in their order, and what a report calls them."""
+PHASES = {
+    "data": "waiting for data",
+    "copy": "copy to the device",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "hooks": "hooks and callbacks",
+    "logging": "logging",
+}
+"""The phases of a step, in their order, and what a report calls them."""
+
+NEXT = "train_dataloader_next"
+EPOCH = "run_training_epoch"
+BACKWARD = "backward"
+SAVE = "save_checkpoint"
+LOGGING = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint")
+"""Methods of loggers, which Lightning's profiler is not told of."""
+_HOOKS = {
+    "data": (NEXT,),
+    "copy": ("batch_to_device", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
+    "forward": ("training_step",),
+    "backward": ("backward",),
+    "optimizer": ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
+}
+_PHASE_OF_HOOK = {hook: phase for phase, hooks in _HOOKS.items() for hook in hooks}
+_PART_OF_GAP = {
+    "on_train_start": "start",
+    NEXT: "start",
+    "on_validation_model_eval": "validation start",
+    "on_validation_epoch_end": "metrics",
+}
+"""A hook -> what Lightning did since the action before it, outside of a step, where no action tells of it."""
+_BORDER_HOOKS = {
+    *("on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+}
+
+
+def phase_of(action: str) -> str | None:
+    """Return the phase of one of Lightning's profiler actions, ``None`` if it only encloses others."""
+    phase = _PHASE_OF_HOOK.get(action.rpartition(".")[2])
+    if phase is None and action.startswith("["):
+        is_logging = action.startswith("[Logger]") or (action.startswith("[Callback]") and "Progress" in action)
+        return "logging" if is_logging else "hooks"
+    return phase
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many steps are let pass, timed and watched; steps are counted from 0 over the whole fit."""
+
+    warmup: int
+    timed: int
+    watched: int
+
+    @property
+    def needed(self) -> int:
+        """Steps until all were looked at."""
+        return self.warmup + self.timed + self.watched
+
+    def times(self, step: int) -> bool:
+        """Whether a step is one of those to time."""
+        return self.warmup <= step < self.warmup + self.timed
+
+    def watches(self, step: int) -> bool:
+        """Whether a step is one of those to watch."""
+        return self.warmup + self.timed <= step < self.needed
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What begins now: the part of the fit, the phase of the step, and the innermost action."""
+
+    part: str
+    phase: str
+    action: str = ""
+
+
+@dataclass(slots=True)
+class EpochCount:
+    """What happened in one epoch until the next one began."""
+
+    steps: int = 0
+    validations: int = 0
+    validated: int = 0  # batches
+    ended: bool = False  # whether it was watched to its end
+    saves: int = 0
+    saves_in_steps: int = 0  # of them, those before the end of a step
+
+
+class Listener:
+    """Hears a ``FitClock``; whatever a listener does not need does nothing.
+
+    Listeners nest as contexts do: who is told first that a step begins is told last that it ends.
+    """
+
+    def begin_fit(self) -> None:
+        """Fit begins: nothing of it was done yet."""
+
+    def enter(self, moment: Moment, before: str | None) -> None:
+        """Something else begins; ``before`` is the part of what ran since the last call, if it is another one now."""
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
+
+    def end_training(self) -> None:
+        """The training is over: the hooks on its end come next."""
+
+    def begin_step(self, step: int) -> None:
+        """A step begins: its batch is fetched next."""
+
+    def fetched(self, step: int) -> None:
+        """The batch of a step is there. Where ``training_step`` fetches by itself, nobody is told."""
+
+    def end_step(self, step: int) -> None:
+        """A step is over: the next one begins, a validation, or the end of the epoch."""
+
+    def drop_step(self, step: int) -> None:
+        """What had begun was no step: its batch was fetched ahead, or an error came."""
+
+
+class FitClock:
+    """Knows where a fit, an epoch, a step and a phase begin and end, and tells its listeners; nothing else knows.
+
+    Who starts it: the ``Doctor`` calls ``begin`` as the first thing that fit does. The Trainer's own profiler stays;
+    its ``start`` and ``stop``, and the methods by which loggers write, tell the clock as well. What ends it: ``stop``,
+    which puts them back. What always holds: between the two the innermost open action is the last of the stack, at most
+    one step is open, and listeners are told by ``guard``, so that no error of theirs reaches the run.
+
+    Args:
+        guard: Calls the listeners.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self.epochs: list[EpochCount] = []
+        self.step = 0  # of those that are over
+        self._guard = guard
+        self._listeners: tuple[Listener, ...] = ()
+        self._replaced: list[ReplacedMethod] = []
+        self._stack: list[tuple[str, Moment]] = []  # open actions, with their names as Lightning has them
+        self._gap = Moment("set-up", "hooks")  # what runs while no action is open
+        self._is_open = False  # whether a step is
+        self._trained = False  # whether the step under way came to on_train_batch_end
+        self._ended = True  # whether the epoch has ended
+        self._is_checking = False  # whether this is the sanity check
+        self._validated: int | None = None  # batches of the validation under way
+
+    @property
+    def moment(self) -> Moment:
+        """What runs now."""
+        return self._stack[-1][1] if self._stack else self._gap
+
+    @property
+    def fetched_second(self) -> bool:
+        """Whether the first batch of the second epoch is there: an epoch's border was seen."""
+        return len(self.epochs) > 1 and (self.epochs[-1].steps > 0 or self._is_open)
+
+    def begin(self, trainer: Any, listeners: Sequence[Listener]) -> None:
+        """Begin with a Trainer whose fit begins."""
+        self._listeners = tuple(listeners)
+        profiler: Any = trainer.profiler
+        self._replaced = [
+            ReplacedMethod(profiler, "start", self._on_start),
+            ReplacedMethod(profiler, "stop", self._on_stop),
+        ]
+        for logger in trainer.loggers:
+            for name in LOGGING:
+                if callable(getattr(logger, name, None)):
+                    action = f"[Logger]{type(logger).__name__}.{name}"
+                    self._replaced.append(ReplacedMethod(logger, name, _Told(self, action)))
+        self._tell("begin_fit")
+        self._tell("enter", self.moment, None)
+
+    def stop(self) -> None:
+        """Stop telling, and put the methods back."""
+        for each in self._replaced:
+            each.put_back()
+        self._replaced = []
+        self._listeners = ()
+
+    def _on_start(self, start: Any, action: str) -> Any:
+        result = start(action)
+        self._guard.run(self.start, action)
+        return result
+
+    def _on_stop(self, stop: Any, action: str) -> Any:
+        result = stop(action)
+        self._guard.run(self.end, action)
+        return result
+
+    def start(self, action: str) -> None:
+        """An action begins."""
+        if not self._listeners:
+            return
+        hook = action.rpartition(".")[2]
+        before = None
+        if not self._stack:
+            before = self._part_before(hook)
+            self._follow(action, hook)
+        elif hook == "on_after_backward" and self._stack[-1][0] == BACKWARD:
+            self._stack.pop()
+        if hook == SAVE and self.epochs:
+            self.epochs[-1].saves += 1
+            self.epochs[-1].saves_in_steps += self._is_open
+        # What encloses all steps tells nothing.
+        if action != EPOCH:
+            self._stack.append((action, self._moment_of(action, hook)))
+            self._tell("enter", self.moment, before)
+
+    def end(self, action: str) -> None:
+        """An action ends."""
+        if not self._listeners:
+            return
+        names, hook = [name for name, _ in self._stack], action.rpartition(".")[2]
+        # Actions that an exception left open end with the one around them.
+        if action in names:
+            del self._stack[names.index(action) :]
+        if hook == "on_before_backward" and action.startswith("[LightningModule]"):
+            # What runs until the hook after it, which in manual optimization is no action of Lightning's.
+            self._stack.append((BACKWARD, Moment("steps", "backward", BACKWARD)))
+        elif not self._stack:
+            self._follow_end(hook)
+        self._tell("enter", self.moment, None)
+        if hook == NEXT and self._is_open and not self._stack:
+            self._tell("fetched", self.step)
+
+    def _part_before(self, hook: str) -> str | None:
+        """Return the part of what ran since the action before this hook, where no action told of it."""
+        if self._is_open or self._is_checking:
+            return None
+        # Later batches are fetched right behind a validation, too.
+        is_later = hook == NEXT and self.epochs and self.epochs[-1].steps > 0
+        return None if is_later else _PART_OF_GAP.get(hook)
+
+    def _follow(self, action: str, hook: str) -> None:
+        """Follow the fit to where an outermost action begins."""
+        # The fetch of the next batch is the one action that ends a step in automatic and in manual optimization alike;
+        # where ``training_step`` fetches, it is the start of the next batch.
+        if hook == NEXT or (hook == "on_train_batch_start" and self._trained):
+            self._open_step()
+        elif "validation" in hook or hook.endswith(("_epoch_end", "_dataloader")):
+            self._close_step()
+        if hook in ("on_train_epoch_start", EPOCH) and self._ended:
+            self._ended = False
+            self.epochs.append(EpochCount())
+            self._tell("begin_epoch")
+        elif hook == "on_train_epoch_end":
+            self._ended = True
+            self.epochs[-1].ended = True
+        elif hook == "on_train_end":
+            self._tell("end_training")
+        elif hook == "on_sanity_check_start":
+            self._is_checking = True
+            self._gap = Moment("sanity check", "hooks")
+        elif hook == "on_validation_model_eval" and not self._is_checking:
+            self._validated = 0
+            self._gap = Moment("validation", "hooks")
+            if self.epochs:
+                self.epochs[-1].validations += 1
+        elif hook == "validation_step" and not self._is_checking:
+            self._validated = (self._validated or 0) + 1
+            self.epochs[-1].validated += 1
+
+    def _follow_end(self, hook: str) -> None:
+        """Follow the fit to where an outermost action ended."""
+        if hook == "on_sanity_check_end":
+            self._is_checking = False
+            self._gap = Moment("set-up", "hooks")
+        elif self._is_checking:
+            return
+        elif hook == "on_train_batch_end":
+            self._trained = True
+            self._gap = Moment("steps", "logging")
+        elif hook in ("on_validation_epoch_end", "on_train_epoch_end"):
+            self._gap = Moment("metrics", "logging")
+        elif hook == "on_validation_model_train":
+            self._validated = None
+            self._gap = Moment("hooks", "hooks")
+
+    def _open_step(self) -> None:
+        self._close_step()
+        if not self.epochs:  # a batch that is fetched ahead of the first epoch
+            return
+        self._is_open = True
+        self._trained = False
+        self._gap = Moment("steps", "hooks")
+        self._tell("begin_step", self.step)
+
+    def _close_step(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._trained:
+            self.epochs[-1].steps += 1
+            self._gap = Moment("hooks", "hooks")
+            self._tell("end_step", self.step)
+            self.step += 1
+        else:
+            # Of data without a length a batch is fetched ahead when an epoch begins: no training ends with that fetch.
+            self._tell("drop_step", self.step)
+        self._trained = False
+
+    def _moment_of(self, action: str, hook: str) -> Moment:
+        outer = self.moment
+        return Moment(self._part_of(action, hook, outer), phase_of(action) or outer.phase, action)
+
+    def _part_of(self, action: str, hook: str, outer: Moment) -> str:
+        if self._is_checking:
+            return "sanity check"
+        if hook == SAVE or outer.part == "checkpoints":
+            return "checkpoints"
+        if self._stack and not action.startswith("[Logger]"):
+            return outer.part
+        if self._is_open:
+            return "first batch" if hook == NEXT and not self.epochs[-1].steps else "steps"
+        if action.startswith("[Logger]"):
+            return "loggers" if self.epochs else "set-up"
+        if self._validated is not None and hook not in _BORDER_HOOKS:
+            return "validation" if self._validated or hook != "val_next" else "validation start"
+        return "hooks" if self.epochs else "set-up"
+
+    def _tell(self, event: str, *given: Any) -> None:
+        ends = event in ("end_step", "drop_step")
+        for each in reversed(self._listeners) if ends else self._listeners:
+            self._guard.run(getattr(each, event), *given)
+
+
+class _Told:
+    """A method of a logger, whose calls are actions of a clock."""
+
+    def __init__(self, clock: FitClock, action: str) -> None:
+        self.clock, self.action = clock, action
+
+    def __call__(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.clock._guard.run(self.clock.start, self.action)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.clock._guard.run(self.clock.end, self.action)

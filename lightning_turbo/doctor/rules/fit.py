@@ -1,0 +1,135 @@
+"""Rules on the whole fit: what each epoch costs beside its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lightning_turbo.doctor.facts import Facts, HookTime, Loader, Site
+from lightning_turbo.doctor.rules.rule import Hit, rule
+
+__all__: list[str] = []
+
+SHARE = 0.10
+"""Share of an epoch from which a part of it beside its steps is worth a warning; a choice, not a measurement."""
+LEAST = 0.25
+"""Seconds of an epoch that are worth a warning; a choice as well."""
+FEW_BATCHES = 50
+"""Batches of an epoch below which the start of worker processes counts, where it was not measured."""
+
+
+def _level(facts: Facts, seconds: float) -> str:
+    """Return the level of what takes some seconds of each epoch."""
+    return "warning" if seconds > LEAST and seconds > SHARE * facts.fit.each() else "info"
+
+
+def _is_little(facts: Facts, seconds: float) -> bool:
+    return seconds <= LEAST / 5 or seconds <= SHARE / 2 * facts.fit.each()
+
+
+def _hit(facts: Facts, what: str, seconds: float, *, site: Site | None = None, remedy: str = "") -> Hit:
+    share = seconds / (facts.fit.each() or 1.0)
+    cost = f"{seconds:.2f} s an epoch, {share:.0%} of it (measured)"
+    return Hit(what, site, cost, _level(facts, seconds), epoch_seconds=seconds, remedy=remedy)
+
+
+@rule(
+    "persistent-workers",
+    "worker-tuning",
+    "DataLoader(persistent_workers=True), unless the dataset changes between epochs.",
+)
+def _persistent_workers(facts: Facts) -> Iterator[Hit]:
+    fit, epochs = facts.fit, facts.run.epochs
+    if _starts_again(facts.loader) and epochs != 1:
+        what = f"persistent_workers=False: each epoch starts {facts.loader.workers} new workers"
+        seconds = fit.each("start", "first batch")
+        if seconds:
+            yield _hit(facts, what, seconds, site=facts.loader.site)
+        else:
+            cost = "the start of the processes and the import of the program, once an epoch"
+            yield Hit(what, facts.loader.site, cost, "warning" if facts.run.batches < FEW_BATCHES else "info")
+    loader = facts.validation_loader
+    seconds = fit.each("validation start")
+    if _starts_again(loader) and fit.validations * epochs > 1 and seconds:
+        what = f"persistent_workers=False: each validation starts {loader.workers} new workers"
+        yield _hit(facts, what, seconds, site=loader.site)
+
+
+def _starts_again(loader: Loader) -> bool:
+    return loader.workers > 0 and not loader.persistent_workers
+
+
+@rule(
+    "slow-first-batch",
+    "worker-tuning",
+    "Look at what the sampler, the dataset's __iter__ and worker_init_fn do as an epoch begins, and do it once. "
+    "Datasets that are pickled to the workers should hold arrays in place of long lists.",
+)
+def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
+    # Of worker processes that start again the rule on them tells.
+    if _starts_again(facts.loader):
+        return
+    beyond = facts.fit.each("start", "first batch") - facts.phases.get("data", 0.0)
+    if not _is_little(facts, beyond) and facts.fit.epochs > 1:
+        what = f"the first batch of an epoch takes {beyond:.2f} s longer than others"
+        yield _hit(facts, what, beyond, site=facts.loader.site)
+
+
+@rule(
+    "long-validation",
+    "what-lightning-does-already",
+    "Validate less often, Trainer(check_val_every_n_epoch=...), or a part, Trainer(limit_val_batches=...); with larger "
+    "batches, as nothing is kept for backward; with worker processes or Prefetch, as in training.",
+)
+def _long_validation(facts: Facts) -> Iterator[Hit]:
+    fit = facts.fit
+    seconds = fit.each("validation start", "validation")
+    between = fit.batches / fit.validations if fit.validations else math.inf
+    is_longer = seconds > fit.each("steps", "start", "first batch")
+    if not seconds or not (is_longer or (between < fit.batches and seconds > SHARE * fit.each())):
+        return
+    what = f"validation takes {seconds:.2f} s of an epoch of {fit.each():.2f} s"
+    what += ", longer than its training" if is_longer else f", as it comes every {between:.0f} steps"
+    yield _hit(facts, what, seconds, site=facts.validation_step)
+
+
+@rule(
+    "slow-metrics",
+    "what-lightning-does-already",
+    "Compute less often, or cheaper metrics: what a metric keeps of each sample makes compute longer with each batch. "
+    "Metrics that are equal on all ranks need no synchronisation.",
+)
+def _slow_metrics(facts: Facts) -> Iterator[Hit]:
+    seconds = facts.fit.each("metrics")
+    if not _is_little(facts, seconds):
+        what = "metrics are computed and brought together at the end of a validation and of an epoch"
+        yield _hit(facts, what, seconds, site=facts.validation_step)
+
+
+@rule(
+    "slow-checkpoint",
+    "turbo-strategy",
+    "Write in the background, AtomicCheckpointIO(background=True), less often, ModelCheckpoint(every_n_epochs=...), or "
+    "less, ModelCheckpoint(save_weights_only=True) where nothing resumes.",
+)
+def _slow_checkpoint(facts: Facts) -> Iterator[Hit]:
+    fit = facts.fit
+    seconds = fit.each("checkpoints")
+    if not _is_little(facts, seconds):
+        longer = ", longer than the rest of the epoch" if 2 * seconds > fit.each() else ""
+        yield _hit(facts, f"checkpoints take {seconds:.2f} s an epoch, {fit.saves:g} of them{longer}", seconds)
+
+
+@rule("slow-hook", "doctor", "Do its work less often, or in a process or thread of its own.", by_time=False)
+def _slow_hook(facts: Facts) -> Iterator[Hit]:
+    for hook in facts.fit.hooks:
+        if not _is_little(facts, hook.seconds):
+            where = "in each step" if hook.in_steps else "at the border of an epoch"
+            what = f"{_name(hook)} takes {hook.seconds:.2f} s an epoch, {where}"
+            yield _hit(facts, what, hook.seconds, site=hook.site)
+
+
+def _name(hook: HookTime) -> str:
+    """Return what the user calls a hook: without the kind of its owner and the arguments in its key."""
+    owner, _, name = hook.name.partition("]")[2].rpartition(".")
+    return f"{owner.partition('{')[0]}.{name}"

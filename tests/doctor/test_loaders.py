@@ -1,0 +1,143 @@
+"""A loader is looked at in one place: how it loads, whether ranks share the data, and what it draws from."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_turbo import DALILoader, Doctor, PrefetchLoader
+from lightning_turbo.data.sample_seeds import seed_samples
+from lightning_turbo.doctor.facts import Loader
+from lightning_turbo.doctor.loaders import describe_loader
+from lightning_turbo.errors import NoEffectWarning
+from tests.integration.doctor_runs import Base, trainer
+
+DATA = torch.arange(8)
+SPLIT = DistributedSampler(DATA, num_replicas=2, rank=0)
+
+
+class Own(Sampler):
+    """May split the data or not."""
+
+    def __iter__(self):
+        return iter(range(8))
+
+
+class OwnBatches(BatchSampler):
+    """May split the data or not."""
+
+
+class Wrapper:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+facts = describe_loader
+
+
+@pytest.mark.parametrize(("loader", "sharded"), [
+    (DataLoader(DATA), False),
+    (PrefetchLoader(DATA), False),
+    (Wrapper(DataLoader(DATA)), False),
+    (DataLoader(DATA, sampler=SPLIT), True),
+    (DataLoader(DATA, batch_sampler=OwnBatches(SPLIT, 2, False)), True),
+    (Wrapper(DataLoader(DATA, sampler=SPLIT)), True),
+    (DataLoader(DATA, sampler=Own()), None),
+    (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), None),
+    (DALILoader.__new__(DALILoader), None),  # DALI deals by itself; nothing is built to ask it
+    (Wrapper(range(8)), None),
+])  # fmt: skip
+def test_only_torchs_own_samplers_tell_whether_ranks_share_the_data(loader, sharded):
+    assert facts(loader).sharded is sharded
+    assert facts(Wrapper(DataLoader(Stream()))).iterable_dataset
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return 8
+
+
+NOISE = Data(transform=SimpleNamespace(R=np.random.RandomState(0)))
+OWN = Data(rng=np.random.default_rng(0), g=torch.Generator(), p=random.Random(0), name="x")
+
+
+@pytest.mark.parametrize(("dataset", "settings", "copied"), [
+    (OWN, {}, ("dataset.rng", "dataset.g", "dataset.p")),
+    (Subset(NOISE, [3, 4]), {}, ("dataset.transform.R",)),
+    (OWN, {"num_workers": 1}, ()),
+    (OWN, {"worker_init_fn": print}, ()),
+    (DATA, {}, ()),
+])  # fmt: skip
+def test_generators_that_workers_copy_are_told(dataset, settings, copied):
+    assert facts(DataLoader(dataset, **{"num_workers": 2, **settings})).copied_generators == copied
+    assert facts(seed_samples(DataLoader(OWN, num_workers=2), 1)).copied_generators == ()
+
+
+def test_nothing_is_known_of_no_loader_and_of_several():
+    several = DataLoader(DATA), DataLoader(DATA)
+    assert [describe_loader(each) for each in (None, list(several), {"a": several[0]})] == [Loader()] * 3
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Draws from a generator of its own, or a global one."""
+
+    def __init__(self, kind):
+        self.kind, self.own = kind, np.random.RandomState(0)
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, i):
+        draw = {"numpy": np.random.rand, "torch": torch.rand, "python": random.random, "own": self.own.rand}
+        if self.kind == "put back":
+            state = np.random.get_state()
+            np.random.seed(i)
+            np.random.rand()
+            np.random.set_state(state)
+        elif self.kind:
+            draw[self.kind](*[] if self.kind == "python" else [1])
+        return torch.ones(8), i % 4
+
+
+def drew(data):
+    """What the Doctor saw a loader draw from in a run."""
+    trainer(doctor := Doctor(warmup=1, timed=1, watched=2), max_steps=6, max_epochs=-1).fit(Base(), data)
+    return doctor.report.facts.loader.draws
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "python", "own", "put back", ""])
+def test_what_would_have_no_effect_is_seen_as_the_loader_sees_it(kind):
+    found = drew(DataLoader(Drawing(kind), batch_size=4, shuffle=True))
+    assert bool(found) == bool(kind)
+    if kind:
+        with pytest.warns(NoEffectWarning):
+            list(PrefetchLoader(Drawing(kind), batch_size=4))
+    assert drew(DataLoader(Drawing(kind), batch_size=4, num_workers=1)) == ()
+
+
+def test_samples_with_seeds_load_in_the_calling_thread():
+    data = TensorDataset(torch.ones(160, 8), torch.zeros(160, dtype=torch.long))
+    assert drew(seed_samples(DataLoader(data, batch_size=4), 1)) == ("its sample seeds",)
