@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-    from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+    from lightning.pytorch.profilers import PassThroughProfiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
     from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
         _LoggerConnector as LoggerConnector,
@@ -86,7 +86,6 @@ _HOMES = {
     "ModelCheckpoint": "{pytorch}.callbacks:ModelCheckpoint",
     "PassThroughProfiler": "{pytorch}.profilers:PassThroughProfiler",
     "Precision": "{pytorch}.plugins.precision:Precision",
-    "Profiler": "{pytorch}.profilers:Profiler",
     "ResultCollection": "{pytorch}.trainer.connectors.logger_connector.result:_ResultCollection",
     "ResultMetric": "{pytorch}.trainer.connectors.logger_connector.result:_ResultMetric",
     "SIGTERMException": "{pytorch}.utilities.exceptions:SIGTERMException",

@@ -168,7 +168,6 @@ class FitClock:
         self._gap = Moment("set-up", "hooks")  # what runs while no action is open
         self._is_open = False  # whether a step is
         self._trained = False  # whether the step under way came to on_train_batch_end
-        self._ended = True  # whether the epoch has ended
         self._is_checking = False  # whether this is the sanity check
         self._validated: int | None = None  # batches of the validation under way
 
@@ -223,7 +222,7 @@ class FitClock:
         before = None
         if not self._stack:
             before = self._part_before(hook)
-            self._follow(action, hook)
+            self._follow(hook)
         elif hook == "on_after_backward" and self._stack[-1][0] == BACKWARD:
             self._stack.pop()
         if hook == SAVE and self.epochs:
@@ -259,7 +258,7 @@ class FitClock:
         is_later = hook == NEXT and self.epochs and self.epochs[-1].steps > 0
         return None if is_later else _PART_OF_GAP.get(hook)
 
-    def _follow(self, action: str, hook: str) -> None:
+    def _follow(self, hook: str) -> None:
         """Follow the fit to where an outermost action begins."""
         # The fetch of the next batch is the one action that ends a step in automatic and in manual optimization alike;
         # where ``training_step`` fetches, it is the start of the next batch.
@@ -267,24 +266,31 @@ class FitClock:
             self._open_step()
         elif "validation" in hook or hook.endswith(("_epoch_end", "_dataloader")):
             self._close_step()
-        if hook in ("on_train_epoch_start", EPOCH) and self._ended:
-            self._ended = False
-            self.epochs.append(EpochCount())
-            self._tell("begin_epoch")
+        if hook == "on_sanity_check_start":
+            self._is_checking = True
+            self._gap = Moment("sanity check", "hooks")
+        elif self._is_checking:
+            return
+        elif hook in ("on_train_epoch_start", EPOCH):
+            self._begin_epoch()
         elif hook == "on_train_epoch_end":
-            self._ended = True
             self.epochs[-1].ended = True
         elif hook == "on_train_end":
             self._tell("end_training")
-        elif hook == "on_sanity_check_start":
-            self._is_checking = True
-            self._gap = Moment("sanity check", "hooks")
-        elif hook == "on_validation_model_eval" and not self._is_checking:
+        elif self.epochs:
+            self._follow_validation(hook)
+
+    def _begin_epoch(self) -> None:
+        if not self.epochs or self.epochs[-1].ended:
+            self.epochs.append(EpochCount())
+            self._tell("begin_epoch")
+
+    def _follow_validation(self, hook: str) -> None:
+        if hook == "on_validation_model_eval":
             self._validated = 0
             self._gap = Moment("validation", "hooks")
-            if self.epochs:
-                self.epochs[-1].validations += 1
-        elif hook == "validation_step" and not self._is_checking:
+            self.epochs[-1].validations += 1
+        elif hook == "validation_step":
             self._validated = (self._validated or 0) + 1
             self.epochs[-1].validated += 1
 
@@ -332,19 +338,26 @@ class FitClock:
         return Moment(self._part_of(action, hook, outer), phase_of(action) or outer.phase, action)
 
     def _part_of(self, action: str, hook: str, outer: Moment) -> str:
+        """Return the part of the fit to which an action belongs."""
+        is_logger = action.startswith("[Logger]")
         if self._is_checking:
             return "sanity check"
         if hook == SAVE or outer.part == "checkpoints":
             return "checkpoints"
-        if self._stack and not action.startswith("[Logger]"):
+        if self._stack and not is_logger:
             return outer.part
         if self._is_open:
-            return "first batch" if hook == NEXT and not self.epochs[-1].steps else "steps"
-        if action.startswith("[Logger]"):
-            return "loggers" if self.epochs else "set-up"
-        if self._validated is not None and hook not in _BORDER_HOOKS:
-            return "validation" if self._validated or hook != "val_next" else "validation start"
-        return "hooks" if self.epochs else "set-up"
+            is_first = hook == NEXT and not self.epochs[-1].steps
+            return "first batch" if is_first else "steps"
+        if not self.epochs:
+            return "set-up"
+        return "loggers" if is_logger else self._part_between_steps(hook)
+
+    def _part_between_steps(self, hook: str) -> str:
+        if self._validated is None or hook in _BORDER_HOOKS:
+            return "hooks"
+        is_first = hook == "val_next" and not self._validated
+        return "validation start" if is_first else "validation"
 
     def _tell(self, event: str, *given: Any) -> None:
         ends = event in ("end_step", "drop_step")

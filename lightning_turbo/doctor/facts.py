@@ -204,6 +204,7 @@ class Facts:
     timed: int = 0  # steps
     steps: tuple[float, ...] = ()  # seconds of each timed step
     phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
+    typical: dict[str, float] = field(default_factory=dict)  # median seconds of a timed step in each phase
     longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
     loader: Loader = Loader()
     validation_loader: Loader = Loader()
@@ -229,6 +230,10 @@ class Facts:
     def step(self) -> float:
         """Mean seconds of a whole timed step: the one total that every report gives."""
         return sum(self.phases.values())
+
+    def typical_in(self, phases: Iterable[str]) -> float:
+        """Return the seconds of most steps in some phases: what another program's turn adds to one step is left out."""
+        return sum(self.typical.get(phase, self.phases.get(phase, 0.0)) for phase in phases)
 
     def seconds_in(self, phases: Iterable[str]) -> float:
         """Return the seconds of the mean step in some phases."""

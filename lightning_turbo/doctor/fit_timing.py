@@ -107,7 +107,7 @@ class Projection:
         counts: Of each epoch that was watched, as far as it was; at least one.
         length: How long the fit will be.
         step: Seconds of the mean timed step; 0 if none was timed.
-        starts_again: Whether each epoch starts its worker processes anew.
+        starts_again: Whether each epoch starts its worker processes again.
     """
 
     timing: FitTiming

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_turbo.doctor import collect
-from lightning_turbo.doctor.clock import FitClock, Listener, Plan
+from lightning_turbo.doctor.clock import FitClock, Listener, Plan, phase_of
 from lightning_turbo.doctor.facts import BOUNDS, Facts, FitFacts, Rank, Seen, Site
 from lightning_turbo.doctor.fit_timing import FitTiming, Length, Projection, fit_length
 from lightning_turbo.doctor.guard import Guard
@@ -19,7 +19,7 @@ from lightning_turbo.doctor.ranks import RankTiming, rank_facts
 from lightning_turbo.doctor.reads import BytesRead
 from lightning_turbo.doctor.retention import Retention
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.timing import Segment, StepTiming, longest_action, sum_phases
+from lightning_turbo.doctor.timing import Segment, StepTiming, longest_action, sum_phases, typical_seconds
 from lightning_turbo.doctor.watch import Watch
 from lightning_turbo.nn.compile import CompileReport, compile_counts
 
@@ -162,7 +162,7 @@ class Session:
     def facts(self, ranks: tuple[Rank, ...] = ()) -> tuple[Facts, list[Segment]]:
         """Return all that was measured, with what all ``ranks`` were, and the mean step."""
         trainer, module, watch, sources = self.trainer, self.trainer.lightning_module, self.watch, self.sources
-        segments = self.steps.mean_step()
+        segments, steps = self.steps.mean_step(), self.steps.each_step()
         batch = self.batch or collect.BatchFacts()
         seen = Seen(
             watched=watch.watched,
@@ -179,13 +179,14 @@ class Session:
             run=collect.run_facts(trainer),
             seen=seen,
             timed=len(self.steps.steps),
-            steps=tuple(sum(step.values()) for step in self.steps.each_step()),
+            steps=tuple(sum(step.values()) for step in steps),
             phases=sum_phases(segments),
+            typical=typical_seconds(steps, 1),
             read=self.reads.mean,
             longest_hook=longest_action(segments, BOUNDS["loop"]),
             loader=loader,
             validation_loader=collect.validation_loader_facts(trainer, sources, self.fit),
-            fit=self._fit_facts(segments, bool(loader.workers and not loader.persistent_workers)),
+            fit=self._fit_facts(steps, bool(loader.workers and not loader.persistent_workers)),
             training_step=sources.method(module, "training_step"),
             validation_step=sources.method(module, "validation_step"),
             batch=batch.size,
@@ -208,14 +209,15 @@ class Session:
             notes.append(f"{reason}: the run was timed, and not watched from inside")
         return tuple(notes)
 
-    def _fit_facts(self, segments: list[Segment], starts_again: bool) -> FitFacts:
-        hooks: dict[str, float] = {}
-        for each in segments:
-            if each.phase == "hooks" and each.action.startswith("[") and "[Callback]Doctor." not in each.action:
-                hooks[each.action] = hooks.get(each.action, 0.0) + each.seconds
+    def _fit_facts(self, steps: list[dict[tuple[str, str], float]], starts_again: bool) -> FitFacts:
         if not self.clock.epochs:
             return FitFacts()
-        step = sum(each.seconds for each in segments)
+        hooks = {
+            action: seconds
+            for action, seconds in typical_seconds(steps, 0).items()
+            if action.startswith("[") and phase_of(action) == "hooks"
+        }
+        step = sum(sum(each.values()) for each in steps) / max(len(steps), 1)
         projection = Projection(self.parts, self.clock.epochs, self.length, step, starts_again)
         return projection.facts(hooks, self._site_of_action)
 

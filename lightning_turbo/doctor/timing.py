@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from statistics import median
 from typing import Any
 
 import torch
 
 from lightning_turbo.doctor.clock import PHASES, Listener, Moment, Plan
 
-__all__ = ["Segment", "StepTiming", "longest_action", "sum_phases"]
+__all__ = ["Segment", "StepTiming", "longest_action", "sum_phases", "typical_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,21 @@ class StepTiming(Listener):
             segments.append(Segment(action, phase, start, total / len(self.steps)))
             start += segments[-1].seconds
         return segments
+
+
+def typical_seconds(steps: Sequence[dict[tuple[str, str], float]], place: int) -> dict[str, float]:
+    """Return the median seconds of a step by action or by phase: one step that was interrupted tells nothing.
+
+    Args:
+        steps: The seconds of each action and phase, of each step.
+        place: 0 for actions, 1 for phases.
+    """
+    sums: list[dict[str, float]] = [{} for _ in steps]
+    for each, step in zip(sums, steps, strict=True):
+        for key, seconds in step.items():
+            each[key[place]] = each.get(key[place], 0.0) + seconds
+    names = dict.fromkeys(name for each in sums for name in each)
+    return {name: median(each.get(name, 0.0) for each in sums) for name in names}
 
 
 def sum_phases(segments: list[Segment]) -> dict[str, float]:

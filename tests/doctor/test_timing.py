@@ -140,3 +140,10 @@ def test_the_longest_hook_is_named_from_a_tenth_of_the_step(mine, named):
     ]
     assert timing.longest_action(segments, ("hooks", "logging")) == named
     assert timing.longest_action([], ("hooks", "logging")) == ""
+
+
+def test_a_step_that_was_interrupted_is_not_typical():
+    steps = [{("[Callback]A.on", "hooks"): 1.0, ("b", "hooks"): 2.0}, {("b", "hooks"): 50.0}, {("b", "hooks"): 2.0}]
+    assert timing.typical_seconds(steps, 0) == {"[Callback]A.on": 0.0, "b": 2.0}
+    assert timing.typical_seconds(steps, 1) == {"hooks": 3.0}
+    assert timing.typical_seconds([], 1) == {}

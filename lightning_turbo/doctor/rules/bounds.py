@@ -22,7 +22,7 @@ def _hit(facts: Facts, bound: str, what: str, level: str, remedy: str) -> Hit:
 
 
 def _level(facts: Facts, bound: str) -> str:
-    return "warning" if facts.seconds_in(BOUNDS[bound]) > NOTICEABLE else "info"
+    return "warning" if facts.typical_in(BOUNDS[bound]) > NOTICEABLE else "info"
 
 
 @rule("compute-bound", "tune", "lightning-turbo tune SCRIPT measures which settings help.")
