@@ -62,7 +62,7 @@ def run_facts(trainer: Any) -> Run:
     )
 
 
-def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws: tuple[str, ...] = ()) -> Loader:
+def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws: str = "") -> Loader:
     """Return what is known of the training loader.
 
     Args:

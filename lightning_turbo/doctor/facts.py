@@ -75,7 +75,7 @@ class Loader:
     whole_read: Site | None = None  # a line of the dataset's file that reads a whole file
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if it cannot be told
     iterable_dataset: bool = False
-    draws: tuple[str, ...] = ()  # what loading in this process was seen to draw random numbers from
+    draws: str = ""  # what loading in this process was seen to draw random numbers from, as a clause
     copied_generators: tuple[str, ...] = ()  # of the dataset, which give every worker the same numbers
     site: Site | None = None
 

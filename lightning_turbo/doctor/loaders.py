@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_turbo._random import GeneratorWatch
+from lightning_turbo._random import GeneratorWatch, generators_in
 from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.data.sample_seeds import SeededDataset
 from lightning_turbo.doctor.clock import Listener, Plan
@@ -28,16 +28,14 @@ READS = (
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 
 
-def describe_loader(
-    loader: Any, sources: Sources | None = None, site: Site | None = None, draws: tuple[str, ...] = ()
-) -> Loader:
+def describe_loader(loader: Any, sources: Sources | None = None, site: Site | None = None, draws: str = "") -> Loader:
     """Return what is known of a loader; nothing of ``None`` and of several.
 
     Args:
         loader: The loader.
         sources: Finds the lines of its dataset; ``None`` finds none.
         site: The line that makes it.
-        draws: What loading was seen to draw from.
+        draws: What loading was seen to draw from, as a clause.
     """
     if loader is None or isinstance(loader, (list, tuple, dict)):
         return Loader()
@@ -75,7 +73,7 @@ class Draws(Listener):
     """
 
     def __init__(self, plan: Plan, trainer: Any) -> None:
-        self.drew: tuple[str, ...] = ()
+        self.drew = ""
         self.step = plan.needed - 1 if plan.watched else plan.warmup - 1
         self._trainer = trainer
         self._watch: GeneratorWatch | None = None
@@ -86,9 +84,9 @@ class Draws(Listener):
         if step != self.step or step < 1 or not isinstance(loader, DataLoader) or loader.num_workers:
             return
         if isinstance(loader.dataset, SeededDataset):
-            self.drew = ("its sample seeds",)
+            self.drew = "draws from generators that sample_seeds seeds"
         else:
-            self._watch = GeneratorWatch(loader.dataset)
+            self._watch = GeneratorWatch(generators_in(loader.dataset))
             self._watch.__enter__()
 
     def fetched(self, step: int) -> None:
@@ -96,7 +94,7 @@ class Draws(Listener):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__()
-            self.drew = tuple(watch.drew)
+            self.drew = watch.found
 
     def end_step(self, step: int) -> None:
         """Look no more, where nobody told that the batch was there."""

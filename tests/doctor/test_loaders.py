@@ -18,6 +18,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo import DALILoader, Doctor, PrefetchLoader
+from lightning_turbo.data.loading import thread_policy
 from lightning_turbo.data.sample_seeds import seed_samples
 from lightning_turbo.doctor.facts import Loader
 from lightning_turbo.doctor.loaders import describe_loader
@@ -129,15 +130,16 @@ def drew(data):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "python", "own", "put back", ""])
-def test_what_would_have_no_effect_is_seen_as_the_loader_sees_it(kind):
+def test_what_would_have_no_effect_is_seen_as_the_loader_sees_it(kind, monkeypatch):
+    monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
     found = drew(DataLoader(Drawing(kind), batch_size=4, shuffle=True))
     assert bool(found) == bool(kind)
     if kind:
         with pytest.warns(NoEffectWarning):
             list(PrefetchLoader(Drawing(kind), batch_size=4))
-    assert drew(DataLoader(Drawing(kind), batch_size=4, num_workers=1)) == ()
+    assert drew(DataLoader(Drawing(kind), batch_size=4, num_workers=1)) == ""
 
 
 def test_samples_with_seeds_load_in_the_calling_thread():
     data = TensorDataset(torch.ones(160, 8), torch.zeros(160, dtype=torch.long))
-    assert drew(seed_samples(DataLoader(data, batch_size=4), 1)) == ("its sample seeds",)
+    assert "sample_seeds" in drew(seed_samples(DataLoader(data, batch_size=4), 1))

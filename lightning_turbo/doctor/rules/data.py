@@ -43,7 +43,7 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     elif facts.loader.draws:
         # Such a loader loads in the calling thread, where a background thread would have no effect.
         remedy = (
-            f"Loading draws from {' and '.join(facts.loader.draws)}, so that it stays in the calling thread: "
+            f"Loading {facts.loader.draws}, so that it stays in the calling thread: "
             "DataLoader(num_workers=1, persistent_workers=True) loads ahead in a process, with Prefetch() behind it. "
             "Then raise num_workers as long as it helps."
         )
