@@ -358,8 +358,8 @@ WAITING = replace(CPU, phases={"data": 0.02, "forward": 0.02})
     (WAITING, "PrefetchLoader for a background thread", "raise threads"),
     (replace(WAITING, loader=replace(LOADER, prefetches=True)), "raise threads", "PrefetchLoader"),
     (replace(WAITING, phases={"data": 0.004, "forward": 0.002}), "too short for a thread", "PrefetchLoader"),
-    (replace(WAITING, loader=replace(LOADER, draws="draws from its sample seeds")), "num_workers=1", "a background thread"),
-    (replace(WAITING, loader=replace(LOADER, draws="draws from a generator", prefetches=True)), "num_workers=1", "threads"),
+    (replace(WAITING, loader=replace(LOADER, draws="draws from seeds")), "num_workers=1", "a background thread"),
+    (replace(WAITING, loader=replace(LOADER, draws="draws", prefetches=True)), "num_workers=1", "threads"),
     (replace(WAITING, loader=replace(LOADER, workers=2)), "raise num_workers", "a background thread"),
 ])  # fmt: skip
 def test_the_remedy_fits_how_long_the_step_waits_and_what_loads(facts, words, others):
