@@ -30,8 +30,6 @@ __all__ = [
     "warn_of_open_window",
 ]
 
-_TOLD_OF_WINDOW = "lightning_turbo.told_of_window"
-
 
 def is_fitting(trainer: Any) -> bool:
     """Whether a Trainer is in ``fit``, not in validate, test or predict."""
@@ -94,16 +92,19 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
-def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any], speaker: Any) -> None:
     """Warn if a checkpoint was saved in the middle of an accumulation window, whose gradients no checkpoint holds.
 
-    Whoever asks first warns; for those behind it the checkpoint is marked.
+    Several callbacks and the precision plugin ask for it, each with a class attribute ``warns_of_open_window``; the
+    first of them speaks.
 
     Args:
         trainer: The Trainer that continues from it.
         checkpoint: What it loaded.
+        speaker: Who asks.
     """
-    if checkpoint.get(_TOLD_OF_WINDOW):
+    others = [*trainer.callbacks, trainer.precision_plugin]  # in the order in which Lightning shows them a checkpoint
+    if next(each for each in others if getattr(each, "warns_of_open_window", False)) is not speaker:
         return
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
     # The window may have another length now, and Lightning saves none: ExactResume does, for each rank.
@@ -112,7 +113,6 @@ def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any]) -> None:
     done = loop.get("current", {}).get("processed", 0) % length
     # Lightning steps at the last batch of an epoch, however long the window is.
     if done and not loop.get("is_last_batch"):
-        checkpoint[_TOLD_OF_WINDOW] = True
         rank_zero_warn(
             f"The checkpoint was saved after {done} of {length} batches of an accumulation window, and holds no "
             "gradients of them: the window begins again with the batches that are left. Save at the end of a window, "

@@ -61,6 +61,8 @@ class ExactAccumulation(Callback):
     Source: the gap is described in Lightning's issue 19987.
     """
 
+    warns_of_open_window = True
+
     def __init__(self, weight: Callable[[Any], Any] | None = None) -> None:
         check_binding("ExactAccumulation")
         valid = weight is None or callable(weight)
@@ -146,7 +148,7 @@ class ExactAccumulation(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say so if the checkpoint was saved in mid-window."""
-        warn_of_open_window(trainer, checkpoint)
+        warn_of_open_window(trainer, checkpoint, self)
 
     def _is_even(self, length: int, batches: float, ranks: int) -> bool:
         """Whether each window has its full length, and each batch its full weight."""

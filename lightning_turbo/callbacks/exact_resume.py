@@ -124,6 +124,8 @@ class ExactResume(Callback):
         >>> trainer = Trainer(accelerator="cpu", logger=False, callbacks=[ExactResume()])
     """
 
+    warns_of_open_window = True
+
     def __init__(self) -> None:
         check_binding("ExactResume")
         self._restored: _Restored | None = None
@@ -176,7 +178,7 @@ class ExactResume(Callback):
             return
         if self._training or not _is_starting(trainer) or "epoch_loop.batch_progress" not in fit:
             return
-        warn_of_open_window(trainer, checkpoint)
+        warn_of_open_window(trainer, checkpoint, self)
         self._restored = _restore_counters(trainer, checkpoint, fit)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

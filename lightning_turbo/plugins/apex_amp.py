@@ -79,6 +79,7 @@ class ApexAMP(Precision):
 
     state_key = refuse_as_callback("plugins=[...]")
     __repr__ = repr_with_copy
+    warns_of_open_window = True
 
     # Lightning calls convert_module before it makes optimizers and connect afterwards; load_state_dict if it resumes;
     # for each batch convert_input, then either optimizer_step, whose closure runs forward_context and backward, or,
@@ -164,7 +165,7 @@ class ApexAMP(Precision):
             registration.apply_registered(self._casts.function_casts)
         if optimizers:
             checkpoint = loaded_checkpoint(module.trainer)
-            warn_of_open_window(module.trainer, checkpoint)
+            warn_of_open_window(module.trainer, checkpoint, self)
             # The state of another precision plugin or of apex; Lightning hands over this plugin's own.
             state, _ = find_scaler_state(checkpoint)
             self.load_state_dict(state or {})

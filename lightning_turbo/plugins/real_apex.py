@@ -48,7 +48,8 @@ class RealApexAMP(Precision):
     For comparisons with ``ApexAMP``, which needs no apex. The scale is settled once per backward pass, as in apex, and
     apex's limits hold: one set-up in a process, no bfloat16, masters rounded to half at the start and not in
     checkpoints, casts at the calls of the LightningModule itself (``self(x)``) only, patched functions of torch under
-    O1 to the end of the process. The scaler's state is under ``ApexAMP``'s key, so that either continues the other.
+    O1 to the end of the process. A checkpoint has the scaler's state under ``"RealApexAMP"``; either plugin goes on
+    from the other's.
 
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
@@ -59,8 +60,6 @@ class RealApexAMP(Precision):
         MissingExtraError: If no apex with ``apex.amp`` is installed.
     """
 
-    # Lightning files a plugin's state under this name.
-    __qualname__ = "ApexAMP"
     state_key = refuse_as_callback("plugins=[...]")
     __repr__ = repr_with_copy
 

@@ -112,16 +112,22 @@ def test_state_goes_on_under_either_plugin(fake, tmp_path):
     _, trainer = fit(RealApexAMP("O1"))
     trainer.save_checkpoint(tmp_path / "apex.ckpt")
     saved = torch.load(tmp_path / "apex.ckpt", weights_only=True)
-    assert saved["ApexAMP"] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}
-    saved["ApexAMP"]["loss_scaler0"]["loss_scale"] = 512.0
+    assert saved["RealApexAMP"] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}
+    saved["RealApexAMP"]["loss_scaler0"]["loss_scale"] = 512.0
     torch.save(saved, tmp_path / "changed.ckpt")
     fit(RealApexAMP("O1"), tmp_path / "changed.ckpt", 2)
     assert fake.scale == 512.0
     native = ApexAMP("O1", dtype=torch.float16)
     fit(native, tmp_path / "changed.ckpt", 2)
     assert native.loss_scale == 512.0
+    # The other way round.
+    fit(native, tmp_path / "changed.ckpt", 2)[1].save_checkpoint(tmp_path / "native.ckpt")
+    assert "RealApexAMP" not in torch.load(tmp_path / "native.ckpt", weights_only=True)
+    fake.scale = 1.0
+    fit(RealApexAMP("O1"), tmp_path / "native.ckpt", 3)
+    assert fake.scale == 512.0
     # A checkpoint of Lightning 1.x under apex, or of Lightning's own AMP.
-    del saved["ApexAMP"]
+    del saved["RealApexAMP"]
     saved["ApexMixedPrecisionPlugin"] = {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}}
     torch.save(saved, tmp_path / "old.ckpt")
     fit(RealApexAMP("O1"), tmp_path / "old.ckpt", 2)
