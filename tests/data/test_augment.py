@@ -13,7 +13,7 @@ from monai import transforms as monai
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from lightning_turbo import augment
-from lightning_turbo.data import PrefetchLoader, seed_samples
+from lightning_turbo.data import PackedDataset, PrefetchLoader, seed_samples
 from lightning_turbo.data.augment import BatchAugmentation, Indexed, IndexedCollate, IndexedDataset
 from lightning_turbo.data.augment.draws import draws_of
 from lightning_turbo.data.augment.transform import Parts
@@ -569,3 +569,41 @@ def test_wrong_batches_are_refused(steps, names, batch, error, says):
 def test_a_batch_without_indices_is_refused():
     with pytest.raises(ValueError, match="expected the batch of an IndexedDataset, or index=, got a tuple"):
         BatchAugmentation([], 0)((images(),))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("step", [augment.RandomFlip, augment.RandomAffine, augment.RandomElastic], ids=str)
+def test_masks_of_wide_unsigned_integers_are_those_of_signed_ones(step, p, dtype):
+    mask = torch.arange(4 * 64).view(4, 1, 8, 8)
+    augmentation = BatchAugmentation([step(p=p)], seed=0, image="image", mask="mask")
+    found, expected = (
+        augmentation({"image": torch.rand(4, 1, 8, 8), "mask": each}, range(4))["mask"]
+        for each in (mask.to(dtype), mask.to(torch.int32))
+    )
+    assert found.dtype == dtype
+    assert found.tolist() == expected.tolist()
+    assert found.tolist() != mask.tolist()
+
+
+@pytest.mark.parametrize("span", [1.0, 1e-3, 1e-7, 1e-20])
+def test_gamma_is_the_formula_of_the_card_for_every_range(span):
+    image = torch.linspace(0, 1, 64).view(1, 1, 8, 8)
+    found = augment.RandomGamma((2.0, 2.0), p=1.0).change(image * span, torch.tensor(2.0).view(1, 1, 1, 1))
+    assert torch.allclose(found / span, image**2, atol=1e-5)
+
+
+def test_samples_that_were_changed_after_they_were_indexed_are_collated():
+    data = IndexedDataset(PackedDataset(np.zeros((4, 2), np.float32)))
+
+    class Changed(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitems__(self, indices):
+            samples = data.__getitems__(indices)
+            samples[0] = Indexed(samples[0].index, samples[0].data + 100)
+            return samples
+
+    (batch,) = DataLoader(Changed(), 4, collate_fn=IndexedCollate(PackedDataset.collate))
+    assert batch.data[:, 0].tolist() == [100, 0, 0, 0]

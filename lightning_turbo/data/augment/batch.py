@@ -114,7 +114,8 @@ class BatchAugmentation:
         changed.update({name: image.to(dtype) for name, image in zip(self.images, parts.images, strict=True)})
         # A mask that came without an axis of channels goes back without it.
         for name, mask in zip(self.masks, parts.masks, strict=True):
-            changed[name] = mask if _part(batch, name).dim() == mask.dim() else mask[:, 0]
+            given = _part(batch, name)
+            changed[name] = (mask if given.dim() == mask.dim() else mask[:, 0]).view(given.dtype)
         return _with_parts(batch, changed)
 
     def _read(self, batch: Any, index: Sequence[int]) -> Parts:
@@ -136,6 +137,9 @@ class BatchAugmentation:
         return image
 
 
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def _check_names(argument: str, names: Any) -> tuple[Name, ...]:
     found = () if names is None else (names,) if isinstance(names, (str, int)) else names
     valid = is_list(found) and all(isinstance(name, str) or is_whole(name, -1000) for name in found)
@@ -154,14 +158,15 @@ def _check_shapes(names: Sequence[Name], images: Sequence[Tensor], index: Sequen
 
 
 def _check_mask(name: Name, mask: Any, image: Tensor) -> Tensor:
-    """Return a mask with an axis of channels."""
+    """Return a mask with an axis of channels, in a dtype that torch can index."""
     expect(isinstance(mask, Tensor), f"mask {name!r}", mask, "a tensor", TypeError)
     count, space = len(image), tuple(image.shape[2:])
     whole = mask[:, None] if mask.dim() == image.dim() - 1 else mask
     fits = whole.dim() == image.dim() and len(whole) == count and tuple(whole.shape[2:]) == space
     what = f"{(count, 'channels', *space)} or {(count, *space)}, because the image has {tuple(image.shape)}"
     expect(fits, f"mask {name!r}: shape", tuple(mask.shape), what)
-    return whole
+    # Voxels of a mask are moved, and not computed with, so that other bits of the same size do.
+    return whole.view(SIGNED.get(whole.dtype, whole.dtype))
 
 
 def _part(batch: Any, name: Any) -> Any:

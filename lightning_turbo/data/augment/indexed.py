@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,5 +100,8 @@ class IndexedCollate:
     def __call__(self, samples: list[Indexed]) -> Indexed:
         """Return the batch with its indices."""
         # The very list that the dataset returned: ``PackedDataset.collate`` finds the whole batch on it.
-        data = samples.samples if isinstance(samples, _Loaded) else [each.data for each in samples]
+        data = [each.data for each in samples]
+        loaded = getattr(samples, "samples", ())
+        if len(loaded) == len(data) and all(map(operator.is_, loaded, data)):
+            data = loaded
         return Indexed([each.index for each in samples], self.collate_fn(data))

@@ -74,9 +74,9 @@ class RandomGamma(_Intensity):
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images to the power of ``value``."""
         low, high = _bounds(image)
-        # A constant channel has no span; the small number keeps its quotient at 0.
         span = high - low
-        return ((image - low) / (span + 1e-7)).pow_(value).mul_(span).add_(low)
+        # A constant channel has no span, and its quotient is 0.
+        return ((image - low) / torch.where(span == 0, 1, span)).pow_(value).mul_(span).add_(low)
 
 
 class RandomContrast(_Intensity):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
@@ -141,6 +141,8 @@ def _measure(make_loader: Any, step: Callable[[Any], Any], end: float, parts: in
     if left / parts < 0.01:
         return "no time"
     loader = make_loader(num_workers=num_workers)
+    what = "a function that returns a DataLoader; where something wraps it, the one inside, without the wrapper"
+    expect(isinstance(loader, DataLoader), "make_loader", type(loader).__name__, what, TypeError)
     if num_workers:
         loader.timeout = left
     times: list[float] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_turbo.data import PrefetchLoader, tune_workers
+from lightning_turbo.data import DevicePrefetcher, PrefetchLoader, tune_workers
 from tests.data.samples import Rows, Stream
 
 module = importlib.import_module("lightning_turbo.data.loading.tune_workers")
@@ -168,3 +168,13 @@ def test_an_error_of_the_dataset_is_told_as_it_is_whatever_it_says():
 
     with pytest.raises(RuntimeError, match="num_workers=0: RuntimeError: the request to the bucket timed out"):
         tune_workers(maker(Rows(4, broken)), seconds=0.5, max_workers=0, show=None)
+
+
+@pytest.mark.parametrize("make", [lambda loader: [1, 2], lambda loader: DevicePrefetcher(loader, "cpu"), iter], ids=str)
+def test_what_is_no_loader_is_told(make):
+    with pytest.raises(
+        TypeError, match=r"make_loader: expected a function that returns a DataLoader; where something wra"
+    ):
+        tune_workers(lambda **settings: make(DataLoader(range(8))), seconds=0.5, max_workers=0, show=None)
+    with pytest.raises(TypeError, match="make_loader: expected a function that returns a DataLoader"):
+        tune_workers([torch.ones(2)], seconds=0.5)
