@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_turbo._checks import expect, is_list
 from lightning_turbo.data.augment.draws import Draws
 from lightning_turbo.data.augment.transform import (
     Parts,
@@ -221,22 +222,66 @@ class RandomLowResolution(_Intensity):
 class NormalizeIntensity(Transform):
     """Subtract the mean of each sample and channel and divide by its standard deviation, where that is not 0.
 
-    Source: MONAI's ``NormalizeIntensity(channel_wise=True)``. For constants there is ``Normalize``.
+    With statistics of a dataset these are its mean and deviation, after a clip to its percentiles 0.5 and 99.5.
+
+    Args:
+        intensities: For each channel a dictionary with ``mean``, ``std``, ``percentile_00_5`` and ``percentile_99_5``,
+            as ``PatchDataset(...).intensities["volumes"]`` of a folder that was packed with label volumes. Default:
+            each sample by its own.
+
+    Raises:
+        KeyError: If one of the four is missing.
+        TypeError: If ``intensities`` is not a sequence of dictionaries of numbers.
+        ValueError: At the first batch, if an image has another number of channels.
+
+    Source: MONAI's ``NormalizeIntensity(channel_wise=True)``; nnU-Net's ``CTNormalization`` with statistics. For
+    constants there is ``Normalize``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, intensities: Sequence[Mapping[str, float]] | None = None) -> None:
         super().__init__(1.0)
+        valid = intensities is None or (is_list(intensities) and all(isinstance(each, Mapping) for each in intensities))
+        what = "a dictionary of statistics for each channel, as PatchDataset(...).intensities['volumes'], or None"
+        expect(
+            valid and (intensities is None or intensities),
+            "NormalizeIntensity: intensities",
+            intensities,
+            what,
+            TypeError,
+        )
+        self.statistics = None if intensities is None else _columns(intensities)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change the images."""
         parts.images = [self.change(image) for image in parts.images]
 
-    @staticmethod
-    def change(image: Tensor) -> Tensor:
+    def change(self, image: Tensor) -> Tensor:
         """Return the images normalised."""
+        if self.statistics is not None:
+            channels = self.statistics.shape[1]
+            expect(
+                image.shape[1] == channels,
+                "NormalizeIntensity: channels",
+                image.shape[1],
+                f"{channels}, as intensities",
+            )
+            columns = self.statistics.to(image.device, non_blocking=True)
+            mean, std, low, high = columns.view(4, 1, channels, *[1] * (image.dim() - 2))
+            return image.clamp(low, high).sub_(mean).div_(std)
         # A constant channel becomes 0 and not NaN, as in MONAI.
         std, mean = torch.std_mean(image, _space(image), correction=0, keepdim=True)
         return (image - mean) / torch.where(std == 0, 1, std)
+
+
+def _columns(intensities: Sequence[Mapping[str, float]]) -> Tensor:
+    """Return mean, deviation, and the two percentiles as rows, a column for each channel."""
+    names = ("mean", "std", "percentile_00_5", "percentile_99_5")
+    for each in intensities:
+        missing = [name for name in names if name not in each]
+        expect(not missing, "NormalizeIntensity: intensities", sorted(each), f"the names {names}", KeyError)
+    rows = torch.tensor([[float(each[name]) for each in intensities] for name in names])
+    rows[1] = torch.where(rows[1] == 0, 1, rows[1])
+    return rows
 
 
 def _space(image: Tensor) -> list[int]:

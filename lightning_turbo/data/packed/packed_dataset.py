@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_turbo._checks import check_functions, expect
+from lightning_turbo.data.packed.intensities import Intensities
 from lightning_turbo.data.packed.packing import CONTENTS
 from lightning_turbo.data.packed.rows import Rows, open_rows, read_row
 from lightning_turbo.data.packed.structure import WholeBatch, build, from_json, names_in, split_batch
@@ -46,6 +47,8 @@ class PackedDataset(Dataset[Any]):
 
     Attributes:
         classes: Class names of a packed folder, in the order of their labels, else empty.
+        intensities: Statistics of the foreground of a folder that was packed with label volumes, for
+            ``augment.NormalizeIntensity``: for each field of volumes and each channel mean, std and percentiles.
 
     Raises:
         FileNotFoundError: If a file or folder is missing.
@@ -79,6 +82,7 @@ class PackedDataset(Dataset[Any]):
         contents, self._template, arrays = open_fields(source, keys)
         self._arrays: dict[str, np.ndarray | Rows] | None = arrays
         self.classes: list[str] = contents.get("classes", [])
+        self.intensities: Intensities = contents.get("intensities", {})
         self._alike = not any(isinstance(array, Rows) for array in arrays.values())
         expect(self._alike or transform is None, "transform", transform, f"None; {UNLIKE}; use sample_transform=")
 

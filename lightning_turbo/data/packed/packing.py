@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_turbo._checks import check_count, check_functions, check_switches, expect, is_list, is_whole
 from lightning_turbo._optional import require
 from lightning_turbo.data.loading.spawned import check_workers_can_start
+from lightning_turbo.data.packed.intensities import describe_intensities, draw_intensities
 from lightning_turbo.data.packed.rows import Encoded, RowWriter, encode_row
 from lightning_turbo.data.packed.structure import to_json
 from lightning_turbo.errors import TurboWarning
@@ -61,7 +62,8 @@ def pack(
         dataset: Has ``__getitem__`` and ``__len__``.
         out: Folder to write.
         foreground: Name of the field with label volumes, one channel at most. The places of up to 10,000 voxels of each
-            class above 0 are stored for ``PatchDataset(foreground=)``.
+            class above 0 are stored for ``PatchDataset(foreground=)``, and 10,000 intensities of the foreground of each
+            scan for ``intensities``.
         compress: Whether blosc2 compresses arrays of 64 KiB and more, in chunks that it chooses; or the size of the
             chunks in the last axes, best that of the patches.
         num_workers: Number of processes that load samples.
@@ -71,7 +73,9 @@ def pack(
 
     Returns:
         The contents of ``packed.json``: ``arrays`` (names in the structure of a sample, as JSON keeps it), ``samples``,
-        ``skipped`` (a number), ``classes`` (those of the dataset, if it has any) and ``foreground``.
+        ``skipped`` (a number), ``classes`` (those of the dataset, if it has any), ``foreground``, and
+        ``intensities`` of its foreground: for each field of volumes and each channel ``mean``, ``std``, ``min``,
+        ``percentile_00_5``, ``median``, ``percentile_99_5`` and ``max``, each scan weighing the same.
 
     Raises:
         FileExistsError: If ``out`` exists and ``overwrite`` is not set, or it holds something else.
@@ -168,6 +172,7 @@ class Packing:
                 # One field alone is the sample.
                 arrays = arrays[0] if len(arrays) == 1 else arrays
             contents = {"arrays": to_json(arrays), **contents, "samples": writer.count, "skipped": len(writer.broken)}
+            contents["intensities"] = describe_intensities(folder)
             (folder / CONTENTS).write_text(json.dumps(contents, indent=1))
             # Without its journal the folder holds what a packed dataset holds. After a kill before the rename, the next
             # call begins again from the first sample.
@@ -335,7 +340,7 @@ def _as_row(name: str, value: Any) -> np.ndarray | str:
 
 
 def _find_foreground(name: str, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the classes of a label volume with their numbers of places, and the places, some of each class."""
+    """Return the classes of a label volume with their numbers of places, some places of each class, and intensities."""
     expect(name in fields, "foreground", name, f"one of {list(fields)}", KeyError)
     label = fields[name]
     inside = np.flatnonzero(label > 0)
@@ -348,7 +353,8 @@ def _find_foreground(name: str, fields: Mapping[str, Any]) -> dict[str, np.ndarr
     voxels = np.concatenate([np.zeros(0, dtype=np.int64), *few])
     counts = np.array([(each, len(chosen)) for each, chosen in zip(classes, few, strict=True)], dtype=np.int64)
     axes = np.stack(np.unravel_index(voxels, label.shape), axis=1).astype(np.int32)
-    return {f"{name}.classes": counts.reshape(-1, 2), f"{name}.places": axes}
+    places_of = {f"{name}.classes": counts.reshape(-1, 2), f"{name}.places": axes}
+    return places_of | draw_intensities(name, fields, inside)
 
 
 def _is_packed(folder: Path) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_turbo._checks import check_count, check_functions, expect, is_list, is_number, is_whole
+from lightning_turbo.data.packed.intensities import Intensities
 from lightning_turbo.data.packed.packed_dataset import PackedDataset, open_fields
 from lightning_turbo.data.packed.rows import Rows, open_rows, read_row, shape_at
 from lightning_turbo.data.packed.structure import WholeBatch, build
@@ -55,6 +56,9 @@ class PatchDataset(Dataset[Any]):
             that of the patch; others come whole.
         scans: The rows of the scans to take, as for training and validation. Default: all.
         transform: Called on each sample, as MONAI's and TorchIO's transforms are.
+
+    Attributes:
+        intensities: Statistics of the foreground, as those of ``PackedDataset``; of all scans that were packed.
 
     Raises:
         FileNotFoundError: If the folder is missing.
@@ -101,6 +105,7 @@ class PatchDataset(Dataset[Any]):
         self.scans = _rows_of(scans, len(self._opened))
         self._opened.check(self.scans, None if pad is not None else self.patch)
         self.pad = self._opened.fills(pad)
+        self.intensities = self._opened.intensities
         if self.foreground:
             self._opened.check_foreground(self.scans, self.foreground)
 
@@ -191,6 +196,7 @@ class _Volumes:
         cut: Names of those that are cut.
         batched: Whether the others have one shape.
         label: Name of the label volumes whose places of foreground are stored, or ``None``.
+        intensities: Statistics of the foreground.
     """
 
     def __init__(self, source: Any, keys: Any, axes: int) -> None:
@@ -199,6 +205,7 @@ class _Volumes:
         self._folder, self._axes = Path(source), axes
         contents, self.template, self.arrays = open_fields(source, keys)
         self.label = contents.get("foreground")
+        self.intensities: Intensities = contents.get("intensities", {})
         ranks = {name: len(shape_at(rows, 0)) for name, rows in self.arrays.items()}
         self.cut = [name for name, rank in ranks.items() if rank >= axes and name.rpartition(".")[2] != "affine"]
         expect(self.cut, "patch", f"{axes} axes for fields of {ranks}", "a field with the axes of the patch")

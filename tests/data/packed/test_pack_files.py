@@ -37,7 +37,8 @@ def test_a_folder_of_images(images, tmp_path):
     seen = []
     contents = pack_folder(root, tmp_path / "out", progress=lambda done, of: seen.append((done, of)))
     assert contents == {
-        "arrays": ["images", "labels"], "classes": ["ant", "cat"], "foreground": None, "samples": 3, "skipped": 0
+        "arrays": ["images", "labels"], "classes": ["ant", "cat"], "foreground": None, "samples": 3, "skipped": 0,
+        "intensities": {},
     }  # fmt: skip
     assert contents == json.loads((tmp_path / "out" / "packed.json").read_text())
     assert seen == [(1, 3), (2, 3), (3, 3)]

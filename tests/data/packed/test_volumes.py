@@ -23,6 +23,7 @@ def test_pairs_of_volumes_keep_spacing_and_affine(nifti, tmp_path, suffix, label
         else:
             nifti(f"masks/case_{n}{label_suffix}", masks[-1])
     contents = pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
+    assert list(contents.pop("intensities")) == ["volumes"]
     assert contents == {
         "arrays": ["volumes", "labels"], "classes": [], "foreground": "labels", "samples": 3, "skipped": 0
     }  # fmt: skip
