@@ -101,7 +101,7 @@ class IndexedCollate:
         """Return the batch with its indices."""
         # The very list that the dataset returned: ``PackedDataset.collate`` finds the whole batch on it.
         data = [each.data for each in samples]
-        loaded = getattr(samples, "samples", ())
+        loaded: list[Any] = getattr(samples, "samples", [])
         if len(loaded) == len(data) and all(map(operator.is_, loaded, data)):
             data = loaded
         return Indexed([each.index for each in samples], self.collate_fn(data))
