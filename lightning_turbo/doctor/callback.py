@@ -64,8 +64,8 @@ class Doctor(Callback):
         border: What becomes of the end of the first epoch, with its validation, its checkpoints and its hooks.
             ``"wait"`` reports behind it if the timed steps say that it is less than five minutes away, else right
             after the watched steps. ``"cut"``, which needs ``stop``, ends the first epoch after these steps and its
-            validation after a few batches; checkpoints then go to a temporary folder. ``"skip"`` reports right after
-            the watched steps, as runs of several ranks do anyway.
+            validation after a few batches; files that hooks and checkpoints write behind the last step are put back as
+            they were. ``"skip"`` reports right after the watched steps, as runs of several ranks do anyway.
 
     Attributes:
         report: The report; ``None`` until it is made.
@@ -152,7 +152,11 @@ class Doctor(Callback):
         # Ranks behind the first one do not watch.
         plan = self.plan if self.reports else Plan(self.plan.warmup, self.plan.timed, 0)
         self._session = Session(plan, trainer, self._guard, self._begin, frame)
-        self._session.begin(_Ending(self, self._session))
+        further: list[Listener] = [_Ending(self, self._session)]
+        if self.border == "cut" and trainer.world_size == 1:
+            self._short = ShortEpochs(trainer, self._session.plan.needed)
+            further.insert(0, self._short)
+        self._session.begin(further)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Look how long the fit will be, or leave to another doctor."""
@@ -163,9 +167,8 @@ class Doctor(Callback):
             self._leave(trainer)
         elif self._session is not None:
             self._session.look_at_length()
-            if self.border == "cut" and trainer.world_size == 1:
-                self._short = ShortEpochs(trainer, self._session.plan.needed)
-                self._short.begin()
+            if self._short is not None:
+                self._short.cut(self._session.length)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Look at the batch."""
@@ -178,25 +181,31 @@ class Doctor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop watching, report what was seen, and let the exception pass; Ctrl-C and SIGTERM end as ``stop`` does."""
-        was_watching = self._session is not None
+        session = self._session
+        if session is None:
+            return
+        if self._is_enough(session):
+            session.notes = (*session.notes, f"the end of the epoch ended in {type(exception).__name__}: {exception}")
         self._guard.run(self._finish, trainer, type(exception).__name__)
-        if was_watching and (isinstance(exception, KeyboardInterrupt) or trainer.received_sigterm):
+        if isinstance(exception, KeyboardInterrupt) or trainer.received_sigterm:
             self._end_program(trainer, STOPPED)
+        elif self._is_enough(session):
+            self._end_program(trainer, 0)
 
     def _complete(self, trainer: Any) -> None:
         """Report, and end the program if it was asked for and all steps are over."""
         session = self._session
         self._finish(trainer)
-        enough = session is not None and session.clock.step >= session.plan.needed
-        if enough:
+        if session is not None and self._is_enough(session):
             self._end_program(trainer, 0)
+
+    def _is_enough(self, session: Session) -> bool:
+        return session.clock.step >= session.plan.needed
 
     def _end_program(self, trainer: Any, status: int) -> None:
         """End the program without its handlers if ``stop`` says so: it must not save what it has after some steps."""
         if self.stop and trainer.world_size == 1:
             self.stopped = True
-            if self._short is not None:
-                self._short.close()
             end_program(status)
 
     def _give_up(self) -> None:
@@ -204,6 +213,8 @@ class Doctor(Callback):
         session, self._session = self._session, None
         if session is not None:
             session.stop()
+            if self._short is not None:
+                self._short.close()
             self._leave(session.trainer)
 
     def _leave(self, trainer: Any) -> None:
@@ -232,6 +243,8 @@ class Doctor(Callback):
             return
         # The methods of the Trainer's profiler are back before anything is summed up, whatever becomes of the report.
         session.stop()
+        if self._short is not None:
+            self._short.close()
         self._leave(trainer)
         if not session.clock.epochs:  # no training began
             return
@@ -270,13 +283,13 @@ class _Ending(Listener):
         if step < session.plan.needed:
             return
         if self._waits is None:
-            self._waits = not session.clock.fetched_second and self._is_near()
+            self._waits = not session.clock.has_border and self._is_near()
         if not self._waits:
             self.doctor._complete(session.trainer)
 
     def fetched(self, step: int) -> None:
         """Report with the first batch behind the border."""
-        if step >= self.session.plan.needed and self.session.clock.fetched_second:
+        if step >= self.session.plan.needed and self.session.clock.has_border:
             self.doctor._complete(self.session.trainer)
 
     def end_training(self) -> None:

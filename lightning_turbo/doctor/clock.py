@@ -161,6 +161,7 @@ class FitClock:
     def __init__(self, guard: Guard) -> None:
         self.epochs: list[EpochCount] = []
         self.step = 0  # of those that are over
+        self.has_border = False  # whether the first batch of a second epoch was fetched
         self._guard = guard
         self._listeners: tuple[Listener, ...] = ()
         self._replaced: list[ReplacedMethod] = []
@@ -175,11 +176,6 @@ class FitClock:
     def moment(self) -> Moment:
         """What runs now."""
         return self._stack[-1][1] if self._stack else self._gap
-
-    @property
-    def fetched_second(self) -> bool:
-        """Whether the first batch of the second epoch is there: an epoch's border was seen."""
-        return len(self.epochs) > 1 and (self.epochs[-1].steps > 0 or self._is_open)
 
     def begin(self, trainer: Any, listeners: Sequence[Listener]) -> None:
         """Begin with a Trainer whose fit begins."""
@@ -248,6 +244,7 @@ class FitClock:
             self._follow_end(hook)
         self._tell("enter", self.moment, None)
         if hook == NEXT and self._is_open and not self._stack:
+            self.has_border = len(self.epochs) > 1
             self._tell("fetched", self.step)
 
     def _part_before(self, hook: str) -> str | None:

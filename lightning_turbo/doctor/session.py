@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -98,13 +99,13 @@ class Session:
         self.length = Length()
         self.notes: tuple[str, ...] = ()
 
-    def begin(self, last: Listener) -> None:
-        """Begin, with one more listener, who is told that a step begins when all others know."""
+    def begin(self, further: Sequence[Listener]) -> None:
+        """Begin, with further listeners, who are told that a step begins when all others know."""
         # What is told last that a step begins is told first that it ends: no time of the other listeners is in a step.
         listeners = (
             self.compilations, self.retention, self.reads, self.draws, self.ranks, self.parts, self.watch, self.steps,
         )  # fmt: skip
-        self.clock.begin(self.trainer, (*listeners, last))
+        self.clock.begin(self.trainer, (*listeners, *further))
 
     def look_at_length(self) -> None:
         """Note how long the script lets the fit be, before anything cuts it short."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from typing import Any
 
 from lightning_turbo._replaced import ReplacedMethod
+from lightning_turbo.doctor.clock import Listener
+from lightning_turbo.doctor.fit_timing import Length
+from lightning_turbo.doctor.kept_files import KeptFiles
 
 __all__ = ["ShortEpochs"]
 
@@ -14,26 +15,30 @@ VALIDATED = 4
 """Batches of a validation that are enough to see what one takes."""
 
 
-class ShortEpochs:
+class ShortEpochs(Listener):
     """Cuts the epochs of a Trainer short, for a program that ends before it would miss what was left out.
 
-    Who starts it: a ``Doctor`` that ends the program, as the training begins. What ends it: the end of the process.
-    What always holds: Lightning's checkpoints go to a temporary folder, and none that was there before is removed.
+    Who starts it: a ``Doctor`` that ends the program; it cuts as the training begins. What ends it: ``close``, before
+    the report is written. What always holds: a fit of no more steps than are looked at is not cut; and what hooks,
+    loggers and checkpoints write behind the last of these steps is taken back.
 
     Args:
-        trainer: The Trainer, which is about to train.
+        trainer: The Trainer, whose fit begins.
         steps: Batches of an epoch.
     """
 
     def __init__(self, trainer: Any, steps: int) -> None:
         self.trainer = trainer
         self.steps = steps
-        self._folder = tempfile.TemporaryDirectory(prefix="lightning-turbo-doctor-")
+        self._cuts = False
+        self._files: KeptFiles | None = None
 
-    def begin(self) -> None:
-        """Cut the epochs short."""
+    def cut(self, length: Length) -> None:
+        """Cut the epochs short, as the training begins, if the fit is longer than what is looked at."""
         trainer, loop = self.trainer, self.trainer.fit_loop
-        self._put_saves_aside()
+        self._cuts = self.steps < length.batches * length.epochs
+        if not self._cuts:
+            return
         # The lengths that its loops have counted are lists and numbers of the Trainer's; its arguments, which a script
         # can read, stay.
         loop.max_batches = min(loop.max_batches, self.steps)
@@ -44,18 +49,22 @@ class ShortEpochs:
         limits = trainer.num_val_batches
         limits[:] = [min(each, VALIDATED) for each in limits]
 
+    def end_step(self, step: int) -> None:
+        """Keep files behind the last step: what comes now would have come after many more."""
+        if self._cuts and step + 1 >= self.steps and self._files is None:
+            self._files = KeptFiles()
+            self._files.begin()
+            for name in ("save_checkpoint", "remove_checkpoint"):
+                ReplacedMethod(self.trainer.strategy, name, _unless_remote)
+
     def close(self) -> None:
-        """Remove the temporary folder."""
-        self._folder.cleanup()
+        """Put files back."""
+        if self._files is not None:
+            self._files.put_back()
 
-    def _put_saves_aside(self) -> None:
-        path = os.path.join(self._folder.name, "checkpoint.ckpt")
 
-        def save(method: Any, checkpoint: Any, filepath: Any, *given: Any, **more: Any) -> None:
-            method(checkpoint, path, *given, **more)
-
-        ReplacedMethod(self.trainer.strategy, "save_checkpoint", save)
-        ReplacedMethod(self.trainer.strategy, "remove_checkpoint", lambda method, filepath: None)
-        for each in self.trainer.checkpoint_callbacks:
-            if hasattr(each, "_link_checkpoint"):
-                ReplacedMethod(each, "_link_checkpoint", lambda method, *given: None)
+def _unless_remote(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Leave checkpoints on other machines alone, which could not be put back."""
+    if any("://" in str(each) for each in args if not isinstance(each, dict)):
+        return None
+    return method(*args, **kwargs)

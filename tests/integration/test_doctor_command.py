@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_turbo import cli
-from tests.children import status_of_child
+from tests.children import FORGOTTEN, status_of_child
 from tests.integration.doctor_runs import QUIET
 from tests.ranks import free_port
 
@@ -94,8 +94,9 @@ SAVES = """
     class Saves(Callback):
         def on_exception(self, *args): save("on_exception")
         def on_train_end(self, *args): save("on_train_end")
+        def on_train_epoch_end(self, *args): save("on_train_epoch_end"); torch.save({}, "final.pt")
         def on_fit_end(self, *args): save("on_fit_end")
-        def teardown(self, *args): save("teardown")
+        def teardown(self, *args, **more): save("teardown")
     atexit.register(save, "atexit")
     settings["callbacks"] = [Saves()]
     try:
@@ -107,7 +108,7 @@ SAVES = """
     finally:
         save("finally")
 """
-HANDLERS = {"atexit", "behind fit", "finally", "on_fit_end", "on_train_end", "teardown"}
+HANDLERS = {"atexit", "behind fit", "finally", "on_fit_end", "on_train_end", "on_train_epoch_end", "teardown"}
 
 
 def saved(tmp_path):
@@ -124,6 +125,42 @@ def test_a_script_that_is_ended_saves_nothing_in_its_handlers(step, tmp_path, ca
     assert saved(tmp_path) == ({"on_exception"} if step else set())
     assert "report in runs/doctor/doctor.txt" in capfd.readouterr().err
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("train.py", "runs", "saved"))]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_what_is_saved_at_the_border_of_an_epoch_that_is_cut_short_is_put_back(tmp_path):
+    (tmp_path / "final.pt").write_text("weights of a long run")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "last.ckpt").write_text("a checkpoint of a long run")
+    more = """    from lightning.pytorch.callbacks import ModelCheckpoint
+    settings |= {"enable_checkpointing": True, "max_epochs": 3}
+    settings["callbacks"] = [*settings["callbacks"], ModelCheckpoint("kept", save_last=True)]
+"""
+    before = SAVES.strip().replace("    try:\n", f"{more}    try:\n", 1)
+    assert status_of_child(lambda: cli.main(arguments(tmp_path, before=before))) == 0
+    report = json.loads((tmp_path / "runs" / "doctor" / "doctor.json").read_text())
+    parts = {part["name"]: part["watched"] for part in report["fit"]["parts"]}
+    assert report["fit"]["watched_epochs"] == 1
+    assert parts["checkpoints"] > 0
+    assert parts["hooks"] > 0
+    assert saved(tmp_path) == set()
+    assert (tmp_path / "final.pt").read_text() == "weights of a long run"
+    assert [(path.name, path.read_text()) for path in (tmp_path / "kept").iterdir()] == [
+        ("last.ckpt", "a checkpoint of a long run")
+    ]
+
+
+def test_an_error_at_the_border_of_an_epoch_that_is_cut_short_ends_with_the_report(tmp_path, capfd):
+    before = SAVES.strip().replace('save("on_train_epoch_end"); torch.save({}, "final.pt")', "1 / 0")
+    assert status_of_child(lambda: cli.main(arguments(tmp_path, before=before))) == 0
+    assert "the end of the epoch ended in ZeroDivisionError" in " ".join(capfd.readouterr().out.split())
+    assert saved(tmp_path) == set()
+
+
+def test_a_fit_of_fewer_steps_than_are_looked_at_is_not_cut(tmp_path):
+    before = SAVES.strip().replace("    try:\n", "    settings['max_steps'] = 5\n    try:\n", 1)
+    assert status_of_child(lambda: cli.main(arguments(tmp_path, before=before))) == FORGOTTEN, "it came to its own end"
+    assert saved(tmp_path) >= {"on_train_end", "behind fit", "finally"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,91 @@
+"""Files that hooks touch at a border which only the Doctor brings about are put back as they were."""
+
+import json
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_turbo.doctor.kept_files import KeptFiles
+from tests.children import status_of_child
+
+WRITES = {
+    "torch.save": lambda path: torch.save({"steps": 17}, path),
+    "torch.save of an open file": lambda path: torch.save({"steps": 17}, path.open("wb")),
+    "open": lambda path: path.write_text("new"),
+    "append": lambda path: path.open("a").write("new"),
+    "json": lambda path: json.dump({}, path.open("w")),
+    "numpy": lambda path: np.save(path.open("wb"), np.ones(3)),
+    "os.open": lambda path: os.write(os.open(path, os.O_WRONLY | os.O_CREAT), b"new"),
+    "remove": lambda path: path.unlink(missing_ok=True),
+    "replace": lambda path: (path.with_name("part").write_text("new"), path.with_name("part").replace(path)),
+    "link": lambda path: (path.unlink(missing_ok=True), path.symlink_to("other")),
+    "move away": lambda path: path.exists() and path.rename(path.with_name("moved")),
+    "copy": lambda path: shutil.copy(__file__, path),
+}  # fmt: skip
+
+
+def in_child(function):
+    """An audit hook lasts as long as its process."""
+
+    def run():
+        function()
+        os._exit(0)
+
+    assert status_of_child(run) == 0
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_is_written_is_taken_back(write, is_there, tmp_path):
+    path = tmp_path / "final.pt"
+    if is_there:
+        path.write_bytes(b"weights of a long run")
+    before = contents(tmp_path)
+
+    def run():
+        files = KeptFiles()
+        files.begin()
+        WRITES[write](path)
+        files.put_back()
+
+    in_child(run)
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_that_is_removed_comes_back_and_later_writes_stay(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "weights").write_bytes(b"old")
+
+    def run():
+        files = KeptFiles()
+        files.begin()
+        shutil.rmtree(tmp_path / "run")
+        files.put_back()
+        pathlib.Path(tmp_path / "report").write_text("later")
+        torch.save({}, tmp_path / "saved")
+
+    in_child(run)
+    assert (tmp_path / "run" / "weights").read_bytes() == b"old"
+    assert (tmp_path / "report").read_text() == "later"
+    assert torch.load(tmp_path / "saved") == {}
+
+
+def test_what_is_read_is_left_alone(tmp_path):
+    (tmp_path / "data").write_text("read")
+
+    def run():
+        files = KeptFiles()
+        files.begin()
+        assert (tmp_path / "data").read_text() == "read"
+        assert files._copies == {}
+        files.put_back()
+
+    in_child(run)
