@@ -31,6 +31,8 @@ SUITES: dict[str, str] = {
     "saves": "benchmarks.saves:SUITE",
     "groups": "benchmarks.groups:SUITE",
     "loaders": "benchmarks.loaders:SUITE",
+    "loading": "benchmarks.loading:SUITE",
+    "starts": "benchmarks.loading:STARTS",
     "augment": "benchmarks.augment:SUITE",
     "patches": "benchmarks.patches:SUITE",
     "prefetch": "benchmarks.prefetch:SUITE",

@@ -13,6 +13,7 @@ import torch
 from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo.data.loading import locks
+from lightning_turbo.data.loading.hand_over import PackedBatch
 from lightning_turbo.data.loading.thread_state import ThreadState, tell_of_thread
 from lightning_turbo.data.loading.torch_workers import has_workers, take_batch, take_in_slices, timeout_message
 from lightning_turbo.errors import TurboWarning
@@ -87,6 +88,8 @@ class Background:
                 state = None if self.snapshot is None else self.snapshot()
             for stage in self.stages:
                 batch = stage(batch)
+            if isinstance(batch, PackedBatch):
+                return Item(batch.open(), None, batch.told if state is None else state)
             return Item(batch, None, state)
         except StopIteration as error:
             return Item(None, error, None if self.snapshot is None else self.snapshot())

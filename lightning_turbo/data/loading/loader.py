@@ -37,6 +37,7 @@ from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 from lightning_turbo.data.loading.threads import ThreadedDataset
 from lightning_turbo.data.loading.torch_workers import end_workers, is_torchs_iterator
 from lightning_turbo.data.loading.whole_batches import has_whole_batches
+from lightning_turbo.data.loading.worker_start import LongLists
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
@@ -57,6 +58,7 @@ class _Run:
         self.stream_rng: dict[str, Any] | None = None  # the global RNGs when the epoch of a stream began
         self.order: ResumableOrder | None = None
         self.threaded: ThreadedDataset | None = None
+        self.lists = LongLists()  # of the dataset, for worker processes that are not forked
         self.limit: Callable[[], float] | None = None
         self.is_owner: Callable[[], bool] | None = None  # whether who limits it is who asks for an iterator now
         self.original: Any = None  # the loader that this one was made of, whose owner may have kept it
@@ -344,17 +346,18 @@ class PrefetchLoader(DataLoader[T]):
 
     def _make_source(self) -> Any:
         """Return torch's iterator over the batches, or that of the class behind this one."""
-        if self._kind is not _Kind.INDICES:
-            source = cast(Any, super()).__iter__()
+        behind: Any = super()
+        if behind.__iter__.__func__ is not DataLoader.__iter__:
+            source = behind.__iter__()
             return source if is_torchs_iterator(source) else self._taking_over(source)
         run = self._run
         if self.threads > 1:
             # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
             before = run.threaded
             run.threaded = ThreadedDataset(self.dataset, self.threads) if before is None else copy.copy(before)
-        given = stand_ins(self, run.threaded)
+        given = stand_ins(self, run.threaded, run.lists)
         with standing_in(self, given) if given else contextlib.nullcontext():
-            return cast(Any, super()).__iter__()
+            return behind.__iter__()
 
     def _make_iterator(
         self, source: Any, position: Position, snapshot: Callable[[], Any] | None = None

@@ -6,21 +6,38 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_turbo.data.loading.hand_over import HandOver
+from lightning_turbo.data.loading.spawned import start_method
 from lightning_turbo.data.loading.whole_batches import WholeBatches, as_it_is, has_whole_batches
+from lightning_turbo.data.loading.worker_start import LongLists, StartedWith, has_long_lists, preload
 
 __all__ = ["stand_ins", "standing_in"]
 
 
-def stand_ins(loader: Any, threaded: Any) -> dict[str, Any]:
+def stand_ins(loader: Any, threaded: Any, lists: LongLists) -> dict[str, Any]:
     """Return the attributes that a loader is to have while torch's iterator is made; none where nothing is gained.
 
     Args:
-        loader: A ``DataLoader`` over a dataset with indices, which torch's own iterator loads.
+        loader: A ``DataLoader`` that torch's own iterator loads.
         threaded: A ``ThreadedDataset`` around its dataset, or ``None``.
+        lists: Where long lists of its dataset go, for processes that are not forked.
     """
+    given: dict[str, Any] = {} if threaded is None else {"dataset": threaded}
     if has_whole_batches(loader):
-        return {"dataset": WholeBatches(loader.dataset), "collate_fn": as_it_is}
-    return {} if threaded is None else {"dataset": threaded}
+        given = {"dataset": WholeBatches(loader.dataset), "collate_fn": as_it_is}
+    if loader.num_workers:
+        given["collate_fn"] = HandOver(given.get("collate_fn", loader.collate_fn))
+        given.update(_for_the_start(loader, given, lists))
+    return given
+
+
+def _for_the_start(loader: Any, given: dict[str, Any], lists: LongLists) -> dict[str, Any]:
+    """Prepare the start of processes that are not forked, and return what stands for their dataset."""
+    method = start_method(loader.multiprocessing_context)
+    dataset = given.get("dataset", loader.dataset)
+    if method == "forkserver":
+        preload([dataset, given["collate_fn"], loader.worker_init_fn])
+    return {"dataset": StartedWith(dataset, lists)} if method != "fork" and has_long_lists(dataset) else {}
 
 
 @contextlib.contextmanager

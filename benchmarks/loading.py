@@ -1,0 +1,201 @@
+"""The suites ``loading`` and ``starts``: batches of arrays in memory and of worker processes, and their start."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, default_collate
+
+from benchmarks.loaders import forever
+from benchmarks.suite import Aim, Case, Meter, Suite
+from lightning_turbo.data import PrefetchLoader
+
+__all__ = ["STARTS", "SUITE", "Fields", "Files", "Images"]
+
+BATCH, WORKERS = 16, 2
+
+
+class Fields(Dataset[dict[str, Tensor]]):
+    """Samples of a small image and seven small tensors, as detection and video data have them."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        fields = {f"field {number}": torch.full((number + 1, 4), float(index)) for number in range(7)}
+        return {"image": torch.full((3, 64, 64), float(index)), **fields}
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Samples of an image and a mask of the same size, which are stacked to two large tensors."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((3, 96, 96), float(index)), torch.full((1, 96, 96), float(index))
+
+
+class Files(Dataset[Tensor]):
+    """A list of file names and labels, as an image folder is read."""
+
+    def __init__(self, count: int) -> None:
+        self.items = [(f"train/class{n % 1000:04d}/image_{n:08d}.jpg", n % 1000) for n in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(self.items[index][1])
+
+
+def _torchdata(*args: Any, **kwargs: Any) -> Iterable[Any]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(*args, **kwargs)
+
+
+class _Batches:
+    """The batches of a dataset, in a process of SPDL's."""
+
+    def __init__(self, data: Dataset[Any], collate: Callable[[list[Any]], Any], size: int) -> None:
+        self.data, self.collate, self.size = data, collate, size
+
+    def __iter__(self) -> Iterator[Any]:
+        order: Iterator[int] = iter(RandomSampler(self.data))  # pyright: ignore[reportArgumentType]
+        while True:
+            yield self.collate([self.data[next(order)] for _ in range(self.size)])
+
+
+def _spdl(data: Dataset[Any], size: int, collate_fn: Any, num_workers: int, **_: Any) -> Iterator[Any]:
+    """Take turns at processes of SPDL's, as many as the others have."""
+    from spdl import pipeline
+
+    make = partial(_Batches, data, collate_fn, size)
+    processes = [pipeline.iterate_in_subprocess(make, buffer_size=2, daemon=True) for _ in range(num_workers)]
+    batches = [iter(each) for each in processes]
+    while True:
+        for each in batches:
+            yield next(each)
+
+
+LOADERS: dict[str, Callable[..., Iterable[Any]]] = {
+    "DataLoader": DataLoader,
+    "PrefetchLoader": PrefetchLoader,
+    "torchdata's StatefulDataLoader": _torchdata,
+    "SPDL's iterate_in_subprocess": _spdl,
+}
+
+
+def _drain(meter: Meter, batches: Iterable[Any], size: int) -> dict[str, float]:
+    for _ in batches:
+        if not meter.step(samples=size):
+            break
+    return {}
+
+
+def arrays(meter: Meter, *, by: str) -> dict[str, float]:
+    """Batches of 256 out of 50,000 rows of 20 and 5 numbers, in this process."""
+    generator = torch.Generator().manual_seed(meter.seed)
+    data = TensorDataset(torch.rand(50_000, 20, generator=generator), torch.rand(50_000, 5, generator=generator))
+    return _drain(meter, forever(LOADERS[by](data, 256, shuffle=True)), 256)
+
+
+def small(meter: Meter, *, by: str) -> dict[str, float]:
+    """Batches of 16 samples of eight small tensors, in a list, from two processes."""
+    return _drain(meter, LOADERS[by](Fields(), BATCH, shuffle=True, collate_fn=list, num_workers=WORKERS), BATCH)
+
+
+def large(meter: Meter, *, by: str) -> dict[str, float]:
+    """Batches of two large tensors, of 1.8 and 0.6 MB, from two processes."""
+    settings = {"shuffle": True, "collate_fn": default_collate, "num_workers": WORKERS}
+    return _drain(meter, LOADERS[by](Images(), BATCH, **settings), BATCH)
+
+
+def start(meter: Meter, *, by: str, method: str, persistent: bool = False) -> dict[str, float]:
+    """The first batch of an epoch: two processes over a list of 400,000 files; of the first epoch beside it."""
+    data = Files(20_000 if meter.quick else 400_000)
+    settings = {"num_workers": WORKERS, "multiprocessing_context": method, "persistent_workers": persistent}
+    loader = LOADERS[by](data, BATCH, **settings)
+    began, first = time.perf_counter(), 0.0
+    while True:
+        batches = iter(loader)
+        next(batches)
+        first = first or time.perf_counter() - began
+        if not meter.step(samples=BATCH):
+            return {"first_epoch_seconds": first}
+        del batches
+
+
+ARRAYS, SMALL, LARGE = "arrays in memory: ", "small tensors: ", "two large tensors: "
+TORCH, OURS, TORCHDATA, SPDL = LOADERS
+KINDS = dict(zip(LOADERS, ("torch", "ours", "peer", "peer"), strict=True))
+NEEDS = {TORCHDATA: ("torchdata",), SPDL: ("spdl_core",)}
+
+
+def _cases() -> Iterator[Case]:
+    groups = ((ARRAYS, arrays, (TORCH, OURS, TORCHDATA)), (SMALL, small, LOADERS), (LARGE, large, LOADERS))
+    for group, run, names in groups:
+        for name in names:
+            yield Case(
+                name=group + name, run=run, config={"by": name}, base=group + TORCH, kind=KINDS[name],
+                needs=NEEDS.get(name, ()),
+            )  # fmt: skip
+
+
+def _starts() -> Iterator[Case]:
+    for method in ("forkserver", "spawn"):
+        for name in (TORCH, OURS, TORCHDATA):
+            yield Case(
+                name=f"{method}: {name}", run=start, config={"method": method, "by": name}, base=f"{method}: {TORCH}",
+                kind=KINDS[name], needs=NEEDS.get(name, ()),
+            )  # fmt: skip
+    kept = {"method": "forkserver", "by": TORCH, "persistent": True}
+    yield Case(name="forkserver: DataLoader, persistent_workers", run=start, config=kept, base="forkserver: DataLoader")
+    yield Case(
+        name="fork: DataLoader", run=start, config={"by": TORCH, "method": "fork"}, base="forkserver: DataLoader"
+    )
+
+
+SUITE = Suite(
+    name="loading",
+    about="A batch of 256 rows of a TensorDataset; a batch from two worker processes, of 16 samples of eight small "
+    "tensors in a list, or of two large tensors.",
+    cases=list(_cases()),
+    aims=[
+        Aim(ARRAYS + OURS, ARRAYS + TORCH, at_most=0.2),
+        Aim(SMALL + OURS, SMALL + TORCH, at_most=0.2),
+        Aim(LARGE + OURS, LARGE + TORCH, at_most=1.03),
+    ],
+    quick=(ARRAYS + TORCH, ARRAYS + OURS, SMALL + TORCH, SMALL + OURS),
+    rounds=13,
+    lead=16,  # more than queues hold: what was prepared while the case was held does not count
+    round_seconds=0.4,
+    seconds=150,
+    unit="batch",
+)
+
+STARTS = Suite(
+    name="starts",
+    about="The first batch of each later epoch, of two worker processes that start in each epoch, over a list of "
+    "400,000 file names and labels.",
+    cases=list(_starts()),
+    aims=[
+        Aim(f"forkserver: {OURS}", f"forkserver: {TORCH}", at_most=0.2),
+        Aim(f"forkserver: {OURS}", "", at_most=3.0, quantity="first_epoch_seconds"),
+    ],
+    quick=(f"forkserver: {TORCH}", f"forkserver: {OURS}"),
+    steps=1,
+    rounds=5,
+    warmup=1,
+    lead=0,
+    seconds=150,
+    unit="epoch",
+)
