@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.callbacks.grad_to_none import GradToNone as GradToNone
     from lightning_turbo.callbacks.lr_range import lr_range as lr_range
     from lightning_turbo.callbacks.memory_format import MemoryFormat as MemoryFormat
+    from lightning_turbo.callbacks.preemption import Preemption as Preemption
     from lightning_turbo.callbacks.prefetch import Prefetch as Prefetch
     from lightning_turbo.data import augment as augment
     from lightning_turbo.data.dali.loader import DALILoader as DALILoader
@@ -99,6 +100,7 @@ PUBLIC = {
         "TurboStrategy": "strategies.turbo",
         "TurboDDPStrategy": "strategies.turbo_ddp",
         "ExactResume": "callbacks.exact_resume",
+        "Preemption": "callbacks.preemption",
     },
     "Advice": {
         "Doctor": "doctor.callback",

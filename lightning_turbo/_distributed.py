@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a run on the host: states for checkpoints, and signals."""
+"""Collectives among the ranks of a run on the host: states for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "SignalExchange", "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank",
+    "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank",
 ]  # fmt: skip
 
 # The run's group, and the gloo group that belongs to it: a process may end one group, and train in another.
@@ -109,46 +109,3 @@ def error_under_way() -> BaseException | None:
     error = sys.exc_info()[1]
     # By its name: which copy of Lightning the class is from is not known on this floor.
     return None if type(error).__name__ == "SIGTERMException" else error
-
-
-class SignalExchange:
-    """What the ranks of a run tell one another of signals: one exchange a batch, on the host.
-
-    A strategy makes it in ``setup`` and closes it when the run ends. The end of each batch starts a collective, and
-    reads that of the batch before, which had a batch's time: a rank waits only for one more than a batch behind.
-    Every rank reads the same after the same batch, so that all act together, at most one batch after the signal's.
-
-    Attributes:
-        sigterm: Whether SIGTERM came to this rank.
-        requeue: Number of the signal by which Slurm asks this rank to save and requeue the job; 0 if none came.
-    """
-
-    def __init__(self) -> None:
-        self.sigterm, self.requeue = False, 0
-        self._requeued = False  # it comes to ranks a batch apart
-        self._group = host_group()
-        self._pending: tuple[Any, torch.Tensor] | None = None
-
-    def exchange(self) -> tuple[bool, int]:
-        """Return ``sigterm`` and ``requeue`` of all ranks, as they were at the end of the batch before."""
-        # The largest of all ranks counts: a signal to one is a signal to all.
-        own = torch.tensor([int(self.sigterm), self.requeue], dtype=torch.int32)
-        # A job is requeued once. SIGTERM stays: it ends the run, at whichever batch that can be.
-        self.requeue = 0
-        work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
-        pending, self._pending = self._pending, (work, own)
-        if pending is None:  # of the first batch there is none before
-            return False, 0
-        work, told = pending
-        work.wait()
-        sigterm, requeue = told.numpy()
-        requeue = 0 if self._requeued else int(requeue)
-        self._requeued |= requeue > 0
-        return bool(sigterm), requeue
-
-    def close(self) -> None:
-        """Wait for the last collective, which a process must not leave behind, unless an error is under way."""
-        # The others end as well, and start the collective that this one waits for; after an error they may not.
-        if self._pending is not None and error_under_way() is None:
-            self._pending[0].wait()
-        self._pending = None

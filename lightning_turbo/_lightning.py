@@ -2,7 +2,7 @@
 
 They are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
 Lightning's classes from this one, so that they come from the copy that the program uses. Only this module,
-``_trainer``, ``strategies.lean_loop``, ``strategies.signals`` and ``callbacks.exact_resume`` use private parts of it.
+``_trainer``, ``strategies.lean_loop``, ``callbacks.exact_resume`` and ``callbacks.preemption`` use private parts of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_turbo.errors import LightningMismatchError
 # ruff: noqa: F401
 # The list of Lightning's names, for type checkers.
 if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
     from lightning.fabric.utilities.apply_func import move_data_to_device
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
     from lightning.pytorch.tuner.tuning import Tuner
     from lightning.pytorch.utilities import CombinedLoader
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -88,8 +86,7 @@ _HOMES = {
     "Precision": "{pytorch}.plugins.precision:Precision",
     "ResultCollection": "{pytorch}.trainer.connectors.logger_connector.result:_ResultCollection",
     "ResultMetric": "{pytorch}.trainer.connectors.logger_connector.result:_ResultMetric",
-    "SIGTERMException": "{pytorch}.utilities.exceptions:SIGTERMException",
-    "SignalConnector": "{pytorch}.trainer.connectors.signal_connector:_SignalConnector",
+    "SLURMEnvironment": "{fabric}.plugins.environments:SLURMEnvironment",
     "SingleDeviceStrategy": "{pytorch}.strategies:SingleDeviceStrategy",
     "Strategy": "{pytorch}.strategies:Strategy",
     "TorchCheckpointIO": "{pytorch}.plugins.io:TorchCheckpointIO",

@@ -8,7 +8,13 @@ import sys
 from typing import Any
 
 from lightning_turbo._checks import inherits
-from lightning_turbo._lightning import LightningDataModule, LightningModule, bound_name, rank_zero_warn
+from lightning_turbo._lightning import (
+    LightningDataModule,
+    LightningModule,
+    SLURMEnvironment,
+    bound_name,
+    rank_zero_warn,
+)
 from lightning_turbo.errors import LightningMismatchError, TurboWarning
 
 __all__ = [
@@ -16,14 +22,17 @@ __all__ = [
     "batch_limit",
     "callbacks_named",
     "combined_loader",
+    "handlers_before_run",
     "hooks_before_transfer",
     "is_asked_by_loop",
     "is_fitting",
+    "keep_handlers",
     "lightning_version",
     "loaded_checkpoint",
     "owner_of_training_data",
     "refuse_as_callback",
     "replace_strategy",
+    "requeue_signal",
     "require_lean_loop",
     "supports_lean_loop",
     "takes_batch_index",
@@ -145,6 +154,23 @@ def refuse_as_callback(instead: str) -> property:
         raise TypeError(f"callbacks: expected callbacks, got {type(self).__name__}. Pass it as Trainer({instead}).")
 
     return property(state_key)
+
+
+def requeue_signal(trainer: Any) -> int | None:
+    """Return the number of the signal on which Lightning requeues a Slurm job; ``None`` if it requeues none."""
+    environment = trainer._accelerator_connector.cluster_environment
+    requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+    return int(environment.requeue_signal) if requeues and environment.requeue_signal is not None else None
+
+
+def handlers_before_run(trainer: Any) -> dict[int, Any]:
+    """Return the handlers of signals that the program had before the run, which Lightning puts back after it."""
+    return trainer._signal_connector._original_handlers
+
+
+def keep_handlers(trainer: Any, handlers: dict[int, Any]) -> None:
+    """Have Lightning put these handlers of signals in place after the run, where it would put the program's back."""
+    trainer._signal_connector._original_handlers.update(handlers)
 
 
 def replace_strategy(trainer: Any, strategy: Any) -> None:

@@ -11,6 +11,7 @@ from lightning_turbo.callbacks.fused_optimizers import FusedOptimizers
 from lightning_turbo.callbacks.grad_to_none import GradToNone
 from lightning_turbo.callbacks.lr_range import lr_range
 from lightning_turbo.callbacks.memory_format import MemoryFormat
+from lightning_turbo.callbacks.preemption import Preemption
 from lightning_turbo.callbacks.prefetch import Prefetch
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FusedOptimizers",
     "GradToNone",
     "MemoryFormat",
+    "Preemption",
     "Prefetch",
     "lr_range",
 ]

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_turbo._checks import inherits
-from lightning_turbo._distributed import SignalExchange
 from lightning_turbo._lightning import (
     AutomaticOptimization,
     ClosureResult,
@@ -36,7 +35,6 @@ from lightning_turbo._lightning import (
     move_data_to_device,
 )
 from lightning_turbo._trainer import takes_batch_index
-from lightning_turbo.strategies.signals import InPlaceOf, SignalConnectorOfRanks, SignalEpochLoop
 
 __all__ = ["LeanStrategy", "find_custom_loops", "install_lean", "is_unprofiled"]
 
@@ -100,34 +98,35 @@ def is_heard(trainer: Any) -> bool:
     return "start" in vars(trainer.profiler)
 
 
-def install_lean(trainer: Any, *, lean: bool, signals: bool) -> Callable[[], None]:
-    """Replace the loop, the signal connector and the logger connector of a Trainer by lean ones.
+class InPlaceOf:
+    """An object that stands in the place of one of Lightning's for a fit.
+
+    Both have one ``__dict__``: what either counts, the other has counted, and a checkpoint holds no other names. So
+    these classes have no attributes of their own.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self.__dict__ = stock.__dict__
+
+
+def install_lean(trainer: Any) -> Callable[[], None]:
+    """Replace the loop and the logger connector of a Trainer by lean ones.
+
+    They call the hooks of a training step directly, and keep logged values as tensors until they are read.
 
     Args:
         trainer: Its strategy is set up, its loops are Lightning's own, and none of them runs yet.
-        lean: Call the hooks of a training step directly, and keep logged values as tensors until they are read.
-        signals: Let several ranks tell one another of signals on the host, instead of by a broadcast that each waits
-            for.
 
     Returns:
         A function that undoes all of it; call it once.
     """
-    # What is installed last is taken away first. With both, the lean loop stands in the place of the one for signals,
-    # and is one by inheritance; all of them share the __dict__ of Lightning's.
     undo = contextlib.ExitStack()
     loop = trainer.fit_loop.epoch_loop
-    if signals:
-        signals_of_ranks = SignalExchange()
-        undo.callback(signals_of_ranks.close)
-        _replace(undo, trainer.strategy, "signals", signals_of_ranks)
-        _replace(undo, trainer, "_signal_connector", SignalConnectorOfRanks(trainer._signal_connector))
-        _replace(undo, trainer.fit_loop, "epoch_loop", SignalEpochLoop(loop))
-    if lean:
-        undo.callback(setattr, trainer.strategy, "lean_plan", None)
-        _replace(undo, loop, "automatic_optimization", LeanOptimization(loop.automatic_optimization))
-        _replace(undo, trainer.fit_loop, "epoch_loop", LeanEpochLoop(loop))
+    undo.callback(setattr, trainer.strategy, "lean_plan", None)
+    _replace(undo, loop, "automatic_optimization", LeanOptimization(loop.automatic_optimization))
+    _replace(undo, trainer.fit_loop, "epoch_loop", LeanEpochLoop(loop))
     stock, connector = loop._results, trainer._logger_connector
-    if lean and type(connector) is LoggerConnector and type(stock) is ResultCollection:
+    if type(connector) is LoggerConnector and type(stock) is ResultCollection:
         results, connector = LeanResults(stock), LeanLoggerConnector(connector)
         # Lightning's own collection is read after the run.
         undo.callback(stock.update, results)
@@ -172,7 +171,7 @@ def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> 
 # A batch: the loop, the optimization, the strategy
 
 
-class LeanEpochLoop(SignalEpochLoop):
+class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
     """The loop over the batches of an epoch, with direct calls."""
 
     def advance(self, data_fetcher: Any) -> None:
@@ -362,11 +361,9 @@ class LeanStrategy(Strategy):
 
     Attributes:
         lean_plan: What the lean step leaves out; ``None`` outside of one.
-        signals: What the ranks tell one another of signals; ``None`` where Lightning does so.
     """
 
     lean_plan: LeanPlan | None = None
-    signals: SignalExchange | None = None
 
     def on_train_start(self) -> None:
         """Decide what the lean step leaves out; Lightning calls this after the hooks of callbacks and module."""

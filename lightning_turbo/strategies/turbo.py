@@ -160,18 +160,16 @@ class TurboParts(Strategy):
 
     def _make_lean(self, trainer: Any) -> None:
         """Install the lean parts where nothing prevents it; otherwise log the reason."""
-        lean, signals = self.lean is not False, trainer.world_size > 1
-        if not (lean or signals):
+        if self.lean is False:
             return
         if not supports_lean_loop():
             _log(f"lean off: the training loop of Lightning {lightning_version()} was not compared with the lean one.")
         elif custom := find_custom_loops(trainer):
             _log(f"lean off: {' and '.join(custom)} replaces Lightning's training loop.")
+        elif not is_unprofiled(trainer):
+            _log("lean off: a profiler names every call of Lightning's own training loop.")
         else:
-            if lean and not is_unprofiled(trainer):
-                _log("lean off: a profiler names every call of Lightning's own training loop.")
-                lean = False
-            self._cleanup.callback(install_lean(trainer, lean=lean, signals=signals))
+            self._cleanup.callback(install_lean(trainer))
 
     def on_train_start(self) -> None:
         """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_turbo._checks import check_switches
 from lightning_turbo._lightning import DDPStrategy, MisconfigurationException
+from lightning_turbo.callbacks.preemption import attach_preemption
 from lightning_turbo.strategies.lean_loop import LeanStrategy
 from lightning_turbo.strategies.turbo import TurboParts
 
@@ -18,15 +19,16 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     Has all parts of ``TurboStrategy``, and those below. Start it with torchrun or Lightning's launcher, as ``"ddp"``.
     Every rank needs the same settings; of these, torch's DDP checks the parameters alone.
 
-    With Lightning 2.6 and its own loop, ranks tell one another of signals on the host. All stop at SIGTERM, or save and
-    requeue the job at Slurm's signal, after the same batch: the next one or the one behind it. Lightning's broadcast
-    would make the host wait for the device in every batch.
+    On SIGTERM to any rank all ranks save and end after the same step, and in a Slurm job that Lightning requeues they
+    save and requeue it together: see ``Preemption``, which this strategy adds if there is none. Lightning's broadcast,
+    for which the host waits in every batch, is left out.
 
     Args:
         *args: As in Lightning's ``DDPStrategy``.
         gradient_as_bucket_view: Keep gradients in DDP's buckets: one copy less.
         static_graph: Every step uses the same parameters in the same way; torch checks it once. Not with accumulated
             gradients.
+        preemption: Add ``Preemption(signals=("SIGTERM",))``.
         **kwargs: As in ``TurboStrategy``, in Lightning's ``DDPStrategy`` and in torch's ``DistributedDataParallel``.
             To send half the bytes, rounded, pass ``ddp_comm_hook=default_hooks.bf16_compress_hook`` of
             ``torch.distributed.algorithms.ddp_comm_hooks`` (Lightning uses it on CUDA only).
@@ -45,10 +47,24 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     strategy_name = "turbo_ddp"
 
     def __init__(
-        self, *args: Any, gradient_as_bucket_view: bool = True, static_graph: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        preemption: bool = True,
+        **kwargs: Any,
     ) -> None:
-        check_switches(gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph)
+        check_switches(
+            gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, preemption=preemption
+        )
         super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
+        self.preemption = preemption
+
+    def setup_environment(self) -> None:
+        """Set up the device and the ranks, and add ``ExactResume`` and ``Preemption`` to the Trainer."""
+        super().setup_environment()
+        if self.preemption:
+            attach_preemption(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def on_train_start(self) -> None:
         """Refuse a static graph with accumulated gradients.

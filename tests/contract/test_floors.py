@@ -21,7 +21,7 @@ FLOORS = (
     ("amp", "data", "measure", "nn", "optim"),
     (
         *("__init__", "__main__", "callbacks", "cli", "datamodules"),
-        *("doctor", "plugins", "strategies", "tune"),
+        *("doctor", "plugins", "strategies", "testing", "tune"),
     ),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

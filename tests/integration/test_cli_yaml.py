@@ -59,6 +59,7 @@ TABLE = [
     ("callbacks", "MemoryFormat", FORMAT, FORMAT),
     ("callbacks", "ExactResume", {}, {}),
     ("callbacks", "FusedOptimizers", {}, {}),
+    ("callbacks", "Preemption", {"signals": ["SIGUSR1"], "time_limit": 60.0}, {}),
     ("callbacks", "Prefetch", LOADING, LOADING),
     ("callbacks", "AugmentBatches", {"augmentation": AUGMENTATION, "training_only": False}, {
         "training_only": False, "augmentation.seed": 3, "augmentation.masks": ("mask",),
@@ -71,7 +72,7 @@ TABLE = [
         "strategy",
         "TurboDDPStrategy",
         {
-            "gradient_as_bucket_view": False, "static_graph": True,
+            "gradient_as_bucket_view": False, "static_graph": True, "preemption": False,
             "find_unused_parameters": True, "process_group_backend": "gloo", "timeout": "0:05:00",
             **GIVEN, **PARTS,
         },

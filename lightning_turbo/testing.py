@@ -1,0 +1,285 @@
+"""A check for tests of any project: does a data loader that is stopped and resumed give each sample once, in order?"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_turbo._checks import check_count, check_functions, expect, is_list, is_whole
+from lightning_turbo._random import set_shared_state, shared_state
+
+__all__ = ["ResumeReport", "check_resume", "report_resume"]
+
+_MOST = 8  # samples that a message names
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What one series of stops showed; samples are counted over all its epochs."""
+
+    workers: int
+    ranks: tuple[int, ...]
+    stops: int
+    """Stops that were made, those at the ends of epochs included."""
+    samples: int
+    """Samples of the series without a stop."""
+    twice: int
+    """Samples that were seen more often than without a stop."""
+    never: int
+    """Samples that were seen less often."""
+    in_order: bool
+    """Whether the samples came in the same order in every epoch."""
+    faults: tuple[str, ...] = field(default=(), repr=False)
+    """A sentence for each epoch that differs."""
+
+
+def check_resume(
+    make_loader: Callable[..., Any],
+    *,
+    stops: int = 3,
+    workers: Sequence[int] = (0, 2),
+    ranks: Sequence[int] = (1,),
+    epochs: int = 2,
+) -> None:
+    """Raise an error if a loader that is stopped and resumed gives other samples than one that never stopped.
+
+    For each number of worker processes the loader is built and run through. Then it is run again with stops: before
+    and after each epoch, and at random batches in it. At a stop its state is pickled and the loader thrown away; a new
+    one takes the state and goes on, with the states of the global RNGs of torch, NumPy and Python, as a resumed run of
+    a Trainer with ``ExactResume`` does. As Lightning does, ``set_epoch`` of samplers is called before each epoch.
+
+    Args:
+        make_loader: ``make_loader(workers)`` returns a new loader with ``state_dict`` and ``load_state_dict``, whose
+            batches are tensors, arrays, numbers or texts, in lists, tuples or dicts; with ``ranks`` it is called with
+            ``(workers, rank, number of ranks)``.
+        stops: Stops at random batches of each epoch, at least 0.
+        workers: Numbers of worker processes, each tried by itself.
+        ranks: Numbers of ranks, which change at each stop, and begin again behind the last one. Others than 1 are for
+            loaders of this package, whose ranks take turns in the order, as with ``DistributedSampler``. All ranks run
+            in this process.
+        epochs: Number of epochs, at least 1.
+
+    Raises:
+        AssertionError: If samples were seen twice, never or in another order; it says which, and after which stops.
+        TypeError: If the loader has no ``state_dict`` or ``load_state_dict``, or an argument another type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_turbo import PrefetchLoader
+        >>> from lightning_turbo.testing import check_resume
+        >>> data = TensorDataset(torch.arange(40))
+        >>> check_resume(lambda workers: PrefetchLoader(data, batch_size=4, shuffle=True), workers=(0,))
+    """
+    valid = is_list(workers) and workers and all(is_whole(each, 0) for each in workers)
+    expect(valid, "check_resume(workers)", workers, "whole numbers of 0 or more", TypeError)
+    reports = [report_resume(make_loader, stops=stops, workers=each, ranks=ranks, epochs=epochs) for each in workers]
+    faults = [f"workers={report.workers}: {fault}" for report in reports for fault in report.faults]
+    if faults:
+        raise AssertionError("The loader does not resume exactly.\n" + "\n".join(faults))
+
+
+def report_resume(
+    make_loader: Callable[..., Any], *, stops: int, workers: int, ranks: Sequence[int] = (1,), epochs: int = 2
+) -> ResumeReport:
+    """Return what ``check_resume`` finds for one number of worker processes.
+
+    Args:
+        make_loader: As in ``check_resume``.
+        stops: As in ``check_resume``.
+        workers: Number of worker processes.
+        ranks: As in ``check_resume``.
+        epochs: As in ``check_resume``.
+    """
+    check_functions(make_loader=make_loader)
+    check_count("stops", stops, 0)
+    check_count("epochs", epochs)
+    valid = is_list(ranks) and ranks and all(is_whole(each, 1) for each in ranks)
+    expect(valid, "check_resume(ranks)", ranks, "whole numbers of 1 or more", TypeError)
+    before = shared_state()
+    try:
+        whole = _Run(make_loader, workers, ranks).epochs_of(epochs, 0)
+        run = _Run(make_loader, workers, ranks)
+        resumed = run.epochs_of(epochs, stops, whole)
+    finally:
+        set_shared_state(before)
+    pairs = [(_samples(a), _samples(b)) for a, b in zip(whole, resumed, strict=True)]
+    return ResumeReport(
+        workers=workers,
+        ranks=tuple(ranks),
+        stops=len(run.stopped),
+        samples=sum(len(expected) for expected, _ in pairs),
+        twice=sum((Counter(got) - Counter(expected)).total() for expected, got in pairs),
+        never=sum((Counter(expected) - Counter(got)).total() for expected, got in pairs),
+        in_order=all(expected == got for expected, got in pairs),
+        faults=tuple(
+            f"epoch {epoch}, stopped after samples {run.stopped_in(epoch)}: {_fault(expected, got)}"
+            for epoch, (expected, got) in enumerate(pairs)
+            if expected != got
+        ),
+    )
+
+
+Step = list[list[str]]  # for each rank, the samples of its batch
+
+
+class _Run:
+    """A series of epochs of loaders that are built again at each stop, one for each rank."""
+
+    def __init__(self, make_loader: Callable[..., Any], workers: int, ranks: Sequence[int]) -> None:
+        self._make, self._workers = make_loader, workers
+        self._numbers, self._several, self._most = cycle(ranks), tuple(ranks) != (1,), max(ranks)
+        self.stopped: list[tuple[int, int]] = []  # epoch, and samples of it that were used
+        _seed(0)
+        self._loaders = self._build()
+
+    def epochs_of(self, epochs: int, stops: int, whole: list[list[Step]] | None = None) -> list[list[Step]]:
+        """Return the steps of each epoch; with those of a run without stops, stop in each epoch and at its end."""
+        chance, seen = random.Random(0), list[list[Step]]()
+        for epoch in range(epochs):
+            seen.append(list(self._epoch(epoch, self._places(whole[epoch], stops, chance) if whole else [])))
+            if whole is not None:
+                self._stop(epoch, len(_samples(seen[-1])))
+        self._close()
+        return seen
+
+    def _places(self, steps: list[Step], stops: int, chance: random.Random) -> list[int]:
+        """Return after how many samples an epoch is stopped: never so late that the step then is its last one."""
+        last = len(_samples(steps)) - self._most * len(_samples(steps[:1]))
+        return sorted(chance.randrange(1, last) for _ in range(stops)) if last > 1 else []
+
+    def stopped_in(self, epoch: int) -> list[int]:
+        """Return after how many samples of an epoch the run was stopped."""
+        return [samples for number, samples in self.stopped if number == epoch]
+
+    def _epoch(self, epoch: int, places: list[int]) -> Iterator[Step]:
+        for loader in self._loaders:
+            _set_epoch(loader, epoch)
+        iterators, done = [iter(loader) for loader in self._loaders], 0
+        for place in [*places, None]:
+            while place is None or done < place:
+                step = [next(iterator, None) for iterator in iterators]
+                if step[0] is None:
+                    return
+                yield (samples := [_samples_of(batch) for batch in step if batch is not None])
+                done += sum(map(len, samples))
+            iterators = []  # which end with their loader
+            state = self._stop(epoch, done)
+            for loader in self._loaders:
+                _set_epoch(loader, epoch)
+            iterators = [iter(loader) for loader in self._loaders]
+            set_shared_state(state)  # what iter() draws, a run without a stop drew long before
+
+    def _stop(self, epoch: int, done: int) -> Any:
+        """Build the loaders again from their states; return the states of the global RNGs, which are set too."""
+        state = shared_state()
+        states = [pickle.loads(pickle.dumps(loader.state_dict())) for loader in self._loaders]
+        self._close()
+        self.stopped.append((epoch, done))
+        _seed(len(self.stopped))  # as a new process has it
+        self._loaders = self._build()
+        for rank, loader in enumerate(self._loaders):
+            loader.load_state_dict(states[rank if rank < len(states) else 0])
+        set_shared_state(state)
+        return state
+
+    def _build(self) -> list[Any]:
+        number = next(self._numbers)
+        made = [
+            self._make(self._workers, rank, number) if self._several else self._make(self._workers)
+            for rank in range(number)
+        ]
+        for loader in made:
+            valid = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+            expect(valid, "make_loader", loader, "a loader with state_dict and load_state_dict", TypeError)
+        return made
+
+    def _close(self) -> None:
+        for loader in self._loaders:
+            if callable(close := getattr(loader, "close", None)):
+                close()
+        self._loaders = []
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader which epoch begins, as Lightning does."""
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    for sampler in {id(each): each for each in samplers}.values():
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def _samples_of(batch: Any) -> list[str]:
+    """Return a word for each sample of a batch: its numbers and texts, or a digest where they are many."""
+    leaves = list(_leaves(batch))
+    lengths = {len(leaf) for leaf in leaves}
+    if len(lengths) != 1:  # not made of samples: one word for all
+        return [_word([leaf[row] for leaf in leaves for row in range(len(leaf))])]
+    return [_word([leaf[row] for leaf in leaves]) for row in range(lengths.pop())]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the tensors, arrays and lists of numbers or texts in a batch, as arrays whose rows are samples."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=repr):
+            yield from _leaves(value[key])
+    elif isinstance(value, torch.Tensor):
+        yield value.detach().cpu().reshape(1) if value.ndim == 0 else value.detach().cpu()
+    elif isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str, bytes)) for each in value):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield np.atleast_1d(np.asarray(value))
+
+
+def _word(parts: list[Any]) -> str:
+    values = [part.numpy() if isinstance(part, torch.Tensor) else np.asarray(part) for part in parts]
+    if sum(value.size for value in values) <= 2:
+        return " ".join(str(item) for value in values for item in value.reshape(-1).tolist())
+    digest = hashlib.blake2b(digest_size=6)
+    for value in values:
+        digest.update(str((value.dtype, value.shape)).encode() + value.tobytes())
+    return digest.hexdigest()
+
+
+def _samples(steps: list[Step]) -> list[str]:
+    """Return the samples of an epoch in the order in which ranks take them in turns."""
+    found = list[str]()
+    for step in steps:
+        for row in range(max(map(len, step))):
+            found += [batch[row] for batch in step if row < len(batch)]
+    return found
+
+
+def _fault(expected: list[str], got: list[str]) -> str:
+    """Say in which way an epoch differs."""
+    twice, never = Counter(got) - Counter(expected), Counter(expected) - Counter(got)
+    said = [
+        f"{counts.total()} of {len(expected)} samples were seen {how} ({_named(counts)})"
+        for how, counts in (("once too often", twice), ("never", never))
+        if counts
+    ]
+    if not said:
+        first = next(place for place, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1])
+        said = [f"each sample was seen once, but in another order from sample {first} on"]
+    return " and ".join(said)
+
+
+def _named(counts: Counter[str]) -> str:
+    names = list(counts)
+    return ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")

@@ -1,0 +1,334 @@
+"""Preemption: a signal to any rank, or a time that is nearly over, ends a run so that nothing is lost."""
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+import zipfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.run
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_turbo import AtomicCheckpointIO, ExactResume, Preemption, PrefetchLoader
+from lightning_turbo.callbacks import preemption
+from tests.callbacks.preemption_worker import STEPS
+from tests.integration.noting import Noting, Numbers
+from tests.integration.resuming import assert_same
+from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end, free_port, start
+from tests.trainers import quiet_trainer
+from tests.versions import unpickling
+
+WORKER = Path(__file__).with_name("preemption_worker.py")
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You defined a `validation_step`")
+
+
+class Tells(Callback):
+    """Sends this process a signal in a hook, once, at a step."""
+
+    def __init__(self, step=None, hook="on_train_batch_start", number=signal.SIGTERM, times=1):
+        def tell(trainer, *_):
+            if trainer.global_step == step and not self.told:
+                self.told = True
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+
+        self.told = False
+        setattr(self, hook, tell)
+
+
+def fit(folder, *callbacks, path=None, loader=PrefetchLoader, workers=0, **settings):
+    """Train 3 epochs of 6 batches."""
+    torch.manual_seed(0)
+    model = Noting()
+    settings = {"max_epochs": 3, "default_root_dir": folder, **settings}
+    trainer = quiet_trainer(callbacks=list(callbacks), **settings)
+    data = loader(Numbers(24), batch_size=4, shuffle=True, num_workers=workers)
+    trainer.fit(model, data, DataLoader(Numbers(4), 4), ckpt_path=path, **unpickling(False if path else None))
+    return model
+
+
+def ends(run, *args, **kwargs):
+    """Run until the run ends itself, and return the path from which another one goes on."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            run(*args, **kwargs)
+        assert end.value.code == Preemption.EXIT_STATUS == 75
+        os.kill(os.getpid(), signal.SIGTERM)  # while the process ends, too
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for name in ("SIGUSR1", "SIGUSR2"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    return Preemption.resume_path(args[0])
+
+
+@pytest.mark.parametrize(("strategy", "step", "hook"), [
+    ("turbo", 2, "on_train_batch_start"), ("turbo", 2, "on_before_backward"), ("turbo", 5, "on_train_batch_end"),
+    ("turbo", 6, "on_validation_start"), ("turbo", 6, "on_train_epoch_start"), ("auto", 2, "on_before_backward"),
+])  # fmt: skip
+def test_a_run_that_goes_on_equals_one_that_never_stopped(strategy, step, hook, tmp_path):
+    settings = {"strategy": strategy}
+    own = [ExactResume()] if strategy == "auto" else []
+    whole = fit(tmp_path / "whole", *own, **settings)
+    stopped = [*own, Preemption(), Tells(step, hook, times=2)]
+    path = ends(fit, tmp_path / "told", *stopped, **settings)
+    first = torch.load(path, weights_only=False)["global_step"]
+    assert first in (step, step + 1)
+    rest = fit(tmp_path / "told", *own, Preemption(), path=path, **settings)
+    assert rest.seen == whole.seen[first:]
+    assert rest.losses == whole.losses[first:]
+    assert_same(rest.state_dict(), whole.state_dict())
+    assert [other for other in whole.others if other[0] == "val"][-len(rest.others) :] == rest.others
+
+
+def test_it_ends_after_the_window_and_after_the_validation_that_is_due(tmp_path):
+    settings = {"accumulate_grad_batches": 3, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    path = ends(fit, tmp_path, Preemption(), Tells(1, "on_after_backward"), **settings)
+    saved = torch.load(path, weights_only=False)
+    assert saved["global_step"] == 2
+    validated = saved["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]["completed"]
+    assert validated == 2
+
+
+def test_the_file_lies_where_checkpoints_lie_and_background_saves_are_waited_for(tmp_path):
+    saves = ModelCheckpoint(tmp_path / "saves", "{step}", every_n_train_steps=2)
+    io = AtomicCheckpointIO(background=True)
+    settings = {"enable_checkpointing": True, "plugins": [io], "strategy": "turbo"}
+    path = ends(fit, tmp_path, saves, Preemption(), Tells(3), **settings)
+    assert Path(path) == tmp_path / "saves" / "preempted.ckpt"
+    assert torch.load(path, weights_only=False)["global_step"] == 4
+
+
+def test_a_handler_of_the_program_is_called_and_put_back(tmp_path):
+    noted = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: noted.append("own"))
+    try:
+        own = signal.getsignal(signal.SIGUSR1)
+        fit(tmp_path, Preemption(), max_epochs=1)
+        assert signal.getsignal(signal.SIGUSR1) is own
+        with pytest.raises(SystemExit):
+            fit(tmp_path, Preemption(), Tells(2, number=signal.SIGUSR1))
+        assert noted == ["own"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_signals_that_are_not_named_and_other_threads_are_left_alone(tmp_path):
+    handlers = []
+    reads = Callback()
+    reads.on_train_batch_start = lambda *_: handlers.append(signal.getsignal(signal.SIGUSR2))
+    fit(tmp_path, Preemption(signals=("SIGUSR1",)), reads, max_epochs=1)
+    assert set(handlers) == {signal.SIG_DFL}
+    thread = threading.Thread(target=fit, args=(tmp_path, Preemption(), reads), kwargs={"max_epochs": 1})
+    thread.start()
+    thread.join()
+    assert set(handlers) == {signal.SIG_DFL}
+    assert len(handlers) == 12
+
+
+@pytest.mark.parametrize("loader", [DataLoader, PrefetchLoader])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_worker_processes_ignore_the_signal(loader, method, tmp_path):
+    class TellsWorkers(Tells):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid, signal.SIGTERM)
+                time.sleep(0.2)
+
+    def made(*args, **kwargs):
+        return loader(*args, multiprocessing_context=method, **kwargs)
+
+    path = ends(fit, tmp_path, Preemption(), TellsWorkers(3), loader=made, workers=2)
+    assert torch.load(path, weights_only=False)["global_step"] == 4
+    deadline = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+
+
+def test_it_ends_before_its_time_is_over(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
+    takes = Callback()
+    seconds = {2: 30.0}  # one step is long
+    takes.on_train_batch_end = lambda trainer, *_: now.__setitem__(0, now[0] + seconds.get(trainer.global_step, 5.0))
+    path = ends(fit, tmp_path, Preemption(time_limit=timedelta(seconds=140)), takes)
+    # After 5, 35, 40, ...: less than 2 * 30 + 14 seconds are left after 70.
+    assert torch.load(path, weights_only=False)["global_step"] == 9
+    fit(tmp_path, Preemption(time_limit=1e6), takes, max_epochs=1)
+
+
+def test_the_path_is_that_of_the_newest_complete_file_whatever_its_name(tmp_path):
+    assert Preemption.resume_path(tmp_path / "no such folder") is None
+    (tmp_path / "a").mkdir()
+    names = ("a/old.ckpt", "whole.ckpt", "half.ckpt", "empty.ckpt", "a/other.pt")
+    for number, name in enumerate(names):
+        torch.save({"w": torch.zeros(1000)}, tmp_path / name)
+        os.utime(tmp_path / name, (number, number))
+    (tmp_path / "half.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:3000])
+    (tmp_path / "empty.ckpt").write_bytes(b"")
+    (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
+    assert Preemption.resume_path(tmp_path) == str(tmp_path / "whole.ckpt")
+    assert zipfile.is_zipfile(tmp_path / "whole.ckpt")
+    (tmp_path / "whole.ckpt").unlink()
+    assert Preemption.resume_path(str(tmp_path)) == str(tmp_path / "a" / "old.ckpt")
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"signals": "SIGTERM"}, TypeError, "signals.: expected names of signals, .* got 'SIGTERM'"),
+    ({"signals": ("SIGNONE",)}, ValueError, "signals.: expected names of signals, .* got .'SIGNONE'"),
+    ({"signals": ("SIGKILL",)}, ValueError, "signals.: expected names of signals"),
+    ({"signals": (15,)}, ValueError, "signals.: expected names of signals"),
+    ({"time_limit": "1h"}, TypeError, "time_limit.: expected seconds, a timedelta or None, got '1h'"),
+    ({"time_limit": 0}, ValueError, "time_limit.: expected more than 0 seconds, got 0"),
+])  # fmt: skip
+def test_impossible_values_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Preemption(**arguments)
+
+
+# Two ranks.
+
+
+def live(folder, *words, torchrun=False):
+    """Start two ranks, and return their processes."""
+    if torchrun:
+        launch = [torch.distributed.run.__file__, "--standalone", "--nproc-per-node", "2", RANK_SCRIPT, WORKER]
+        return [start([*launch, folder, *words], {**os.environ, **ENVIRONMENT}, folder / "output")]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "a test"}
+    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    return [
+        start(
+            [WORKER, folder, *words],
+            {**os.environ, **ENVIRONMENT, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            folder / "output",
+        )
+        for rank in range(2)
+    ]
+
+
+def seen(folder):
+    """What each rank saw, in lines."""
+    return [(folder / f"seen.{rank}").read_text().splitlines() if (folder / f"seen.{rank}").exists() else []
+            for rank in range(2)]  # fmt: skip
+
+
+def wait_for(condition, processes, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline and all(process.is_alive() for process in processes):
+        time.sleep(0.005)
+
+
+def joined(processes, folder):
+    """Wait for the processes, and return their exit statuses."""
+    for process in processes:
+        process.join(120)
+    alive = [process.is_alive() for process in processes]
+    for process in processes:
+        end(process)
+    assert not any(alive), (folder / "output").read_text()[-3000:]
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert joined(live(folder), folder) == [0, 0], (folder / "output").read_text()[-3000:]
+    assert len(seen(folder)[0]) == 2 * STEPS
+    return folder
+
+
+def pids(folder, processes, torchrun):
+    """The processes of the ranks."""
+    if not torchrun:
+        return [process.pid for process in processes]
+    children = Path(f"/proc/{processes[0].pid}/task/{processes[0].pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def told_until_the_end(folder, moments, torchrun=False):
+    """Tell one of the ranks to end at each of these moments, some of them twice; return how many were."""
+    told = 0
+    for number, moment in enumerate([*moments, None]):
+        before = len(seen(folder)[0])
+        processes = live(folder, torchrun=torchrun)
+        if moment is not None:
+            rank, steps, name, twice = moment
+            wait_for(lambda: len(seen(folder)[rank]) > before + steps, processes)  # noqa: B023
+            ranks = pids(folder, processes, torchrun)
+            for _ in range(1 + twice):
+                if all(process.is_alive() for process in processes):
+                    os.kill(ranks[rank], getattr(signal, name))
+                time.sleep(0.02)
+        codes = joined(processes, folder)
+        if codes == [0] * len(codes):
+            return told
+        expected = {75} if not torchrun else {1}  # torchrun's own
+        assert set(codes) == expected, (number, codes, (folder / "output").read_text()[-3000:])
+        told += 1
+    raise AssertionError(f"not at its end after {told} lives: {(folder / 'output').read_text()[-3000:]}")
+
+
+def same_end(folder, undisturbed):
+    assert seen(folder) == seen(undisturbed), "a sample twice, never or in another order"
+    for rank in range(2):
+        ours, theirs = (torch.load(each / f"end.{rank}", weights_only=True) for each in (folder, undisturbed))
+        assert_same(ours, theirs, f"rank {rank}")
+
+
+@pytest.mark.distributed
+def test_a_signal_to_one_of_two_ranks_loses_nothing(undisturbed, tmp_path):
+    assert told_until_the_end(tmp_path, [(1, 3, "SIGTERM", True)]) == 1
+    same_end(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(3))
+def test_signals_at_thirty_random_moments_lose_nothing(seed, undisturbed, tmp_path):
+    """Ten of them in each of three series, one of which is started by torchrun."""
+    chance = random.Random(seed)
+    told, series = 0, 0
+    while told < 10:
+        folder = tmp_path / str(series)
+        folder.mkdir()
+        moments = [
+            (chance.randrange(2), chance.randrange(30), chance.choice(("SIGTERM", "SIGUSR1", "SIGUSR2")),
+             chance.random() < 0.5)
+            for _ in range(5)
+        ]  # fmt: skip
+        told += told_until_the_end(folder, moments, torchrun=seed == 2)
+        same_end(folder, undisturbed)
+        series += 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_kill_in_the_write_leaves_the_checkpoint_before(undisturbed, tmp_path):
+    processes = live(tmp_path, "kill")
+    wait_for(lambda: len(seen(tmp_path)[1]) > 40, processes)
+    os.kill(processes[1].pid, signal.SIGTERM)
+    processes[0].join(120)
+    assert processes[0].exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()[-3000:]
+    end(processes[1])
+    path = Preemption.resume_path(tmp_path)
+    step = torch.load(path, weights_only=False)["global_step"]
+    assert Path(path).name == f"step={step}.ckpt"
+    assert step % 8 == 0
+    for rank in range(2):
+        kept = seen(tmp_path)[rank][: 2 * step]
+        (tmp_path / f"seen.{rank}").write_text("".join(f"{line}\n" for line in kept))
+    assert told_until_the_end(tmp_path, []) == 0
+    same_end(tmp_path, undisturbed)

@@ -1,0 +1,130 @@
+"""check_resume finds what loaders do wrong at a stop, and says it; loaders of this package do nothing wrong."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_turbo import PrefetchLoader
+from lightning_turbo.testing import check_resume, report_resume
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+DATA = TensorDataset(torch.arange(24), torch.randn(24, 3, generator=torch.Generator().manual_seed(0)))
+
+
+class Stream(IterableDataset):
+    """Knows its place."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 24:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def make(cls=PrefetchLoader, data=DATA, **settings):
+    return lambda workers: cls(data, batch_size=4, num_workers=workers, **settings)
+
+
+@pytest.mark.parametrize("make_loader", [
+    make(shuffle=True), make(), make(StatefulDataLoader, shuffle=True),
+    lambda workers: PrefetchLoader(Stream(), batch_size=4),
+    lambda workers: PrefetchLoader([{"text": f"{row}", "row": row} for row in range(10)], batch_size=3, shuffle=True),
+    lambda workers: PrefetchLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, 1)),
+], ids=["shuffled", "in order", "torchdata", "stream", "texts", "one rank"])  # fmt: skip
+def test_loaders_that_resume_exactly_pass(make_loader):
+    check_resume(make_loader, workers=(0,))
+
+
+def test_worker_processes_too():
+    check_resume(make(shuffle=True), stops=1, workers=(2,))
+
+
+def test_ranks_that_change_at_each_stop():
+    def loader(workers, rank, ranks):
+        return PrefetchLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, ranks, rank))
+
+    check_resume(loader, workers=(0,), ranks=(1, 2))
+
+
+class Forgets(DataLoader):
+    """Begins its epoch again."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Skips(StatefulDataLoader):
+    """Passes over the batch that comes next."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.skip = True
+
+    def __iter__(self):
+        iterator = super().__iter__()
+        if getattr(self, "skip", False):
+            next(iterator, None)
+        self.skip = False
+        return iterator
+
+
+@pytest.mark.parametrize(("make_loader", "message"), [
+    (make(Forgets), r"workers=0: epoch 0, stopped after samples \[.*\]: \d+ of 24 samples were seen once too often \("),
+    (make(Skips), r"of 24 samples were seen never \("),
+    (make(Skips, shuffle=True), r"epoch 1, .* of 24 samples were seen never \("),
+])  # fmt: skip
+def test_what_goes_wrong_is_said(make_loader, message):
+    with pytest.raises(AssertionError, match=r"The loader does not resume exactly\.\n(.|\n)*" + message):
+        check_resume(make_loader, workers=(0,))
+
+
+class Reverses(PrefetchLoader):
+    """Gives its epoch backwards if it was resumed."""
+
+    def load_state_dict(self, state):
+        self.resumed = True
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter(batches[::-1] if getattr(self, "resumed", False) else batches)
+
+
+def test_another_order_is_said_and_the_global_random_states_stay():
+    state = torch.get_rng_state()
+    with pytest.raises(AssertionError, match="each sample was seen once, but in another order from sample 0 on"):
+        check_resume(make(Reverses), workers=(0,), stops=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_report_counts():
+    report = report_resume(make(Forgets), stops=0, workers=0, epochs=3)
+    assert (report.twice, report.never, report.in_order, report.stops, report.samples) == (0, 0, True, 3, 72)
+    report = report_resume(make(Forgets), stops=2, workers=0, epochs=1)
+    assert report.twice > 0 == report.never
+    assert not report.in_order
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"workers": ()}, TypeError, r"workers\): expected whole numbers of 0 or more"),
+    ({"ranks": (0,)}, TypeError, r"ranks\): expected whole numbers of 1 or more"),
+    ({"stops": -1}, ValueError, "stops: expected an integer of 0 or more"),
+    ({"epochs": 0}, ValueError, "epochs: expected an integer of 1 or more"),
+])  # fmt: skip
+def test_impossible_values_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        check_resume(make(), **arguments)
+    with pytest.raises(TypeError, match="make_loader: expected a loader with state_dict and load_state_dict, got"):
+        check_resume(lambda workers: DataLoader(DATA, batch_size=4), workers=(0,))
