@@ -29,8 +29,10 @@ from lightning_turbo._lightning import (
 from lightning_turbo._random import same_random_numbers, set_generator_state, set_shared_state, shared_state
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import is_fitting, warn_of_open_window
+from lightning_turbo.data.loading.epoch_state import EpochState, used_states
+from lightning_turbo.data.loading.epochs import length_of
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.loading.resume import ResumableOrder, count_from, length_of, used_samples, write_used_batches
+from lightning_turbo.data.loading.resumable_sampler import ResumableSampler
 from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import TurboWarning
 
@@ -277,7 +279,7 @@ def _restore_counters(trainer: Any, checkpoint: dict[str, Any], fit: dict[str, A
     loaders = own.get("loaders", loaders)
     over, begins, used = _read_position(trainer, fit)
     counted = first.get("counted", False)
-    write_used_batches(loaders, over=over, used=used)
+    loaders = used_states(loaders, over=over, used=used)
     validation = _Validation(**own.get("validation", {"due": _is_within_validation(fit)}))
     waits = "step" if _is_after_step(fit) and not (over or validation.due) else None
     if validation.due:
@@ -495,6 +497,31 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
     return said
 
 
+def _read(state: Any) -> EpochState | None:
+    """Return the state of a loader that counts its batches; ``None`` for that of a class of its own."""
+    return EpochState.from_dict(state) if EpochState.is_one(state) else None
+
+
+def _count_samples(state: EpochState | None, restored: _Restored, was: int, now: int) -> tuple[int, int] | None:
+    """Return how many samples of a rank were used, and how many are left out; ``None`` where a loader goes on exactly.
+
+    Args:
+        state: The state of the loader, if it counts its batches.
+        restored: What is known of the checkpoint.
+        was: The batch size of the loader then.
+        now: That of today.
+    """
+    if state is None:
+        # Batches of a loader are counted, and it leaves as many of its own size out.
+        return (restored.used * was, restored.used * now) if restored.used else None
+    is_known = state.shards is not None and state.shards.ranks == restored.ranks
+    if state.over or is_known or not state.consumed:
+        return None
+    if state.shards is None and state.stream is None:
+        return state.consumed * was, state.consumed * now
+    return state.used_samples, state.used_samples
+
+
 def _stateful(combined: Any) -> list[Any]:
     """Return the training loaders whose states a checkpoint has, in their order there."""
     return [] if combined is None else [each for each in combined.flattened if hasattr(each, "load_state_dict")]
@@ -508,16 +535,15 @@ def _warn_of_other_batches(loaders: list[Any], restored: _Restored) -> None:
     """Warn of loaders in an epoch of other ranks or batch sizes, of which no order over all ranks is known."""
     size = rank_and_size()[1]
     sizes = restored.batch_sizes or list(map(_batch_size, loaders))
-    for loader, state, batch_size in zip(loaders, restored.loaders, sizes, strict=True):
-        samples, used, now = state.get("samples"), state.get("consumed", restored.used), _batch_size(loader)
-        was = now if "consumed" in state else batch_size  # a PrefetchLoader tells of other batch sizes itself
-        if (restored.ranks in (0, size) and was == now) or state.get("whole") or not used:
+    for loader, saved, batch_size in zip(loaders, restored.loaders, sizes, strict=True):
+        now, state = _batch_size(loader), _read(saved)
+        was = batch_size if state is None else now  # a PrefetchLoader tells of other batch sizes itself
+        if restored.ranks in (0, size) and was == now:
             continue
-        if samples is not None and samples["ranks"] == restored.ranks:
+        counted = _count_samples(state, restored, was, now)
+        if counted is None:
             continue
-        # In samples of a rank. Batches of a loader are counted, and it leaves as many of its own size out; a
-        # PrefetchLoader counts samples itself.
-        used, skipped = (used * was, used * now) if samples is None else [used_samples(state)] * 2
+        used, skipped = counted
         before, left_out = restored.ranks * used, size * skipped
         rank_zero_warn(
             f"A {type(loader).__name__} goes on with {size} ranks x {now} samples in place of {restored.ranks} x {was} "
@@ -534,24 +560,25 @@ class _Loaded(NamedTuple):
 
     loader: Any
     limit: float  # batches that the Trainer takes of it in an epoch
-    old: dict[str, Any]
-    new: dict[str, Any]
+    old: EpochState
+    new: EpochState
 
     @property
-    def is_adapted(self) -> bool:
-        """Whether the loader goes on with other ranks or batches, and counts otherwise than the state."""
-        before, now = self.old.get("samples"), self.new.get("samples")
-        # A state that the loader takes as it is keeps its own "at".
-        return before is not None and now is not None and before["at"] is not now["at"]
+    def is_resharded(self) -> bool:
+        """Whether the loader goes on with other ranks, batches or processes, and counts otherwise than the state."""
+        if self.old.over or self.new.over:
+            return False
+        return self.old.batching != self.new.batching
 
 
 def _loaded(combined: Any, states: list[Any]) -> list[_Loaded]:
     limits = zip(combined.flattened, combined.limits, strict=True)
     stateful = [(each, limit) for each, limit in limits if hasattr(each, "load_state_dict")]
+    read = [(loader, limit, _read(old)) for (loader, limit), old in zip(stateful, states, strict=True)]
     return [
-        _Loaded(loader, limit, old, loader.state_dict())
-        for (loader, limit), old in zip(stateful, states, strict=True)
-        if isinstance(loader, PrefetchLoader) and "consumed" in old
+        _Loaded(loader, limit, old, loader.epoch_state())
+        for loader, limit, old in read
+        if isinstance(loader, PrefetchLoader) and old is not None
     ]
 
 
@@ -562,35 +589,35 @@ def _count_on(trainer: Any, restored: _Restored) -> list[str]:
     """
     loop, length = trainer.fit_loop, trainer.num_training_batches
     loaded = _loaded(loop._combined_loader, restored.loaders)
-    adapted = [each for each in loaded if each.is_adapted]
-    if not adapted:
+    resharded = [each for each in loaded if each.is_resharded]
+    if not resharded:
         return []
-    furthest = max(each.old["consumed"] for each in loaded)
+    furthest = max(each.old.consumed for each in loaded)
     used = restored.used or furthest  # not known where a step takes its batches itself
     # No more than all: a limit counts batches, and less of them may be more samples than before.
     done = min(length, _count_batches(loaded, loop._combined_loader._mode))
     # Loaders that are as far as the run count the same number of batches.
-    for each in [each for each in adapted if each.old["consumed"] == furthest or done == length]:
-        each.loader.load_state_dict(count_from(each.new, done, ended=done == length))
+    for each in [each for each in resharded if each.old.consumed == furthest or done == length]:
+        each.loader.load_epoch_state(each.new.counted_from(done, ended=done == length))
     _shift_batches(loop.epoch_loop, done - used)
     if done == length:
         _update_schedulers(loop.epoch_loop)
     epoch = loop.epoch_progress.current.processed
-    return [_tell_of_samples(epoch, used, done, length, each.old, each.new) for each in adapted]
+    return [_tell_of_samples(epoch, used, done, length, each.old, each.new) for each in resharded]
 
 
 def _count_whole_epoch(trainer: Any, restored: _Restored) -> None:
     """Count all batches of an epoch as used where its validation alone is left, and it had other batches."""
     loop = trainer.fit_loop
     loaded = _loaded(loop._combined_loader, restored.loaders)
-    if any(each.old.get("whole") and each.old.get("length") != length_of(each.loader) for each in loaded):
+    if any(each.old.over and each.old.length != length_of(each.loader) for each in loaded):
         current = loop.epoch_loop.batch_progress.current
         _shift_batches(loop.epoch_loop, trainer.num_training_batches - current.processed)
 
 
 def _count_batches(loaded: list[_Loaded], mode: str) -> int:
     """Return after how many batches of its epoch a run goes on, by what is left of its loaders."""
-    counts = [(each.limit, each.new["consumed"]) for each in loaded]
+    counts = [(each.limit, each.new.consumed) for each in loaded]
     if mode != "min_size" or inf in dict(counts):
         return max(counts)[1]
     return int(min(limit for limit, _ in counts) - min(limit - consumed for limit, consumed in counts))
@@ -613,14 +640,23 @@ def _update_schedulers(loop: Any) -> None:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
-def _tell_of_samples(epoch: int, used: int, done: int, length: float, old: dict[str, Any], new: dict[str, Any]) -> str:
-    before, now = old["samples"], new["samples"]
-    how, left = (f"{each['ranks'] or 'each rank'} x {each['batch_size']}" for each in (before, now))
-    whole = now["order"]["length"]
+def _tell_of_samples(epoch: int, used: int, done: int, length: float, old: EpochState, new: EpochState) -> str:
+    how, left = (_tell_of_batches(each) for each in (old, new))
+    place = new.shards or new.stream
+    assert place is not None
+    whole = "each stream" if new.shards is None else new.shards.order.length
+    number = f"{length - done} of {length} " if length < inf else ""
     return (
-        f"Epoch {epoch} goes on at sample {now['at']['samples']} of {whole or 'each stream'}: {used} batches of {how} "
-        f"samples were used, {f'{length - done} of {length} ' if length < inf else ''}batches of {left} are left."
+        f"Epoch {epoch} goes on at sample {place.from_sample} of {whole}: {used} batches of {how} samples were used, "
+        f"{number}batches of {left} are left."
     )
+
+
+def _tell_of_batches(state: EpochState) -> str:
+    if state.shards is not None:
+        return f"{state.shards.ranks} x {state.shards.batch_size}"
+    assert state.stream is not None
+    return f"each rank x {state.stream.batch_size}"
 
 
 def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
@@ -633,10 +669,13 @@ def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
 def _restore_generators(loop: Any, states: list[Any]) -> None:
     """Set the random generators of loaders that are made again now: the new ones may have the same."""
     for loader, state in zip(_stateful(loop._combined_loader), states, strict=False):
-        order = loader._index_sampler if isinstance(loader, PrefetchLoader) and state.get("whole") else None
-        if isinstance(order, ResumableOrder) and len(state["own"]) == len(order.generators):
+        read = _read(state)
+        sampler = loader._index_sampler if isinstance(loader, PrefetchLoader) else None
+        if read is None or not read.over or not isinstance(sampler, ResumableSampler):
+            continue
+        if len(read.generators) == len(sampler.generators):
             loader.close()  # its thread may draw from them
-            for generator, own in zip(order.generators, state["own"], strict=True):
+            for generator, own in zip(sampler.generators, read.generators, strict=True):
                 set_generator_state(generator, own)
 
 
@@ -655,12 +694,7 @@ def _counting_loaders(loop: Any) -> list[PrefetchLoader[Any]]:
 
 def _states_of_whole_epochs(loaders: list[PrefetchLoader[Any]]) -> list[dict[str, Any]]:
     """Return the states with which loaders begin their next epochs, whatever was used of the latest."""
-    with warnings.catch_warnings():
-        # Of generators in worker processes, which the state at a save tells.
-        warnings.simplefilter("ignore", TurboWarning)
-        states = [loader.state_dict() for loader in loaders]
-    write_used_batches(states, over=True)
-    return states
+    return used_states([loader.epoch_state().to_dict() for loader in loaders], over=True)
 
 
 def _load_whole_epochs(loaders: list[PrefetchLoader[Any]], states: Sequence[dict[str, Any]]) -> None:

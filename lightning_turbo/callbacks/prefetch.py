@@ -25,7 +25,7 @@ from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.loading.device import DeviceTransfer
 from lightning_turbo.data.loading.loader import DEPTH, PrefetchLoader, with_workers
 from lightning_turbo.data.loading.tune_workers import tune_workers, why_not_processes
-from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, index_sampler_name, seed_samples
+from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, seed_samples
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["Prefetch", "wrap_loader"]
@@ -51,7 +51,8 @@ def wrap_loader(
     if not isinstance(loader, PrefetchLoader):
         loader = PrefetchLoader.of(loader, prefetch_batches=prefetch_batches, threads=threads)
     loader.transfer = transfer or loader.transfer
-    loader.limit_batches(functools.partial(_limit, weakref.ref(trainer), weakref.ref(loader)), is_asked_by_loop)
+    limit = functools.partial(_limit, weakref.ref(trainer), weakref.ref(loader))
+    loader.limit_batches(limit, is_asked_by_loop, functools.partial(_epoch, weakref.ref(trainer)))
     return loader
 
 
@@ -204,9 +205,6 @@ class Prefetch(Callback):
         owned = loader
         if self.sample_seeds is not None and not isinstance(loader.dataset, SeededDataset):
             loader = seed_samples(loader, self.sample_seeds)
-        if isinstance(loader.dataset, SeededDataset):
-            # One that is made again for each epoch begins with the Trainer's epoch too.
-            getattr(loader, index_sampler_name(loader)).epoch = trainer.current_epoch
         workers = self._count_workers(trainer, loader)
         if workers is not None:
             loader = with_workers(loader, workers, persistent=self.persistent_workers)
@@ -222,8 +220,6 @@ class Prefetch(Callback):
         )
         if wrapped is owned:
             self._given.append((weakref.ref(wrapped), before))
-        else:
-            wrapped.follow(owned)
         return wrapped
 
     def _tell_of_foreign(self, loader: Any) -> None:
@@ -302,6 +298,12 @@ def _limit(trainer: weakref.ref[Any], loader: weakref.ref[Any]) -> float:
     """Return how many batches a Trainer asks a loader for at most. The loader may be kept after both."""
     asks, asked = trainer(), loader()
     return inf if asks is None or asked is None else batch_limit(asks, asked)
+
+
+def _epoch(trainer: weakref.ref[Any]) -> int:
+    """Return the epoch of a Trainer."""
+    asked = trainer()
+    return 0 if asked is None else asked.current_epoch
 
 
 def _tune(loader: DataLoader[Any], stage: str, threads: int) -> int | None:

@@ -22,6 +22,7 @@ from lightning_turbo._checks import expect
 from lightning_turbo._random import GENERATORS, is_a, parts_in, same_random_numbers
 
 __all__ = [
+    "CountedEpochs",
     "EpochBatchSampler",
     "EpochSampler",
     "SeededCollate",
@@ -139,16 +140,26 @@ def add_seeds(loader: DataLoader[Any], seed: int) -> None:
     if isinstance(dataset, SeededDataset):
         # The samplers know their epoch already, inside of what a Trainer may have put around them.
         dataset, collate_fn = dataset._seeded_dataset, getattr(collate_fn, "collate_fn", collate_fn)
-    elif type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
-        sampler = EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
     else:
-        sampler = EpochSampler(sampler, batched=name == "batch_sampler")
+        sampler = _with_epochs(sampler, batched=name == "batch_sampler")
     changes = {name: sampler, "dataset": SeededDataset(dataset, seed), "collate_fn": SeededCollate(collate_fn, seed)}
     # DataLoader lets none of these be set after __init__, so that they fit together; these do.
     vars(loader).update(changes)
     for saved in [saved for saved in vars(loader) if saved.startswith("__pl_saved_")]:
         # Lightning keeps the arguments of loaders made in its hooks and would make this one of them, without seeds.
         del vars(loader)[saved]
+
+
+def _with_epochs(sampler: Any, batched: bool) -> Any:
+    """Return a sampler like ``sampler`` whose batches know their epoch and number."""
+    if type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
+        return EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
+    if type(sampler).__name__ != "_IndexBatchSamplerWrapper":
+        return EpochSampler(sampler, batched=batched)
+    # Lightning's, which notes the indices of a prediction's batches: it looks for it by its type, on the outside.
+    around = copy.copy(sampler)
+    around._batch_sampler = _with_epochs(sampler._batch_sampler, batched)
+    return around
 
 
 def index_sampler_name(loader: DataLoader[Any]) -> str:
@@ -164,12 +175,23 @@ class BatchKey(list[Any]):
         self.epoch, self.number = epoch, number
 
 
-class _Epochs:
-    """The common part of the two samplers below: the epoch of a pass, and the keys of its batches."""
+class CountedEpochs:
+    """The common part of the two samplers below: the epoch of a pass, and the keys of its batches.
+
+    The number of a pass is ``given``, what a Trainer said of it; otherwise that of the sampler inside, if it has one;
+    otherwise ``epoch``, which each pass that is begun counts on by one.
+
+    Attributes:
+        sampler: The sampler inside.
+        epoch: The number of the next pass.
+        given: The same as a Trainer tells it, of the next pass alone; ``None`` without one.
+        first: The number of the first batch, which is above 0 in the rest of an epoch.
+    """
 
     sampler: Any
     epoch = 0
-    first = 0  # the number of the first batch, which is above 0 in the rest of an epoch
+    given: int | None = None
+    first = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, also that of the sampler inside, where it has one."""
@@ -177,13 +199,15 @@ class _Epochs:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def continue_after(self, epochs: list[int], over: bool) -> None:
-        """Make the next pass the one at whose beginning the samplers had ``epochs``, or the one after it."""
-        self.epoch = epochs[0] + over if epochs else 0
+    def begin_pass(self, epoch: int) -> None:
+        """Set the epoch of the next pass, and leave that of the sampler inside, which has an owner of its own."""
+        self.epoch = epoch
 
     def _keyed(self, batches: Iterator[Any]) -> Iterator[BatchKey]:
         sampler_epoch = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
         epoch = self.epoch if sampler_epoch is None else sampler_epoch
+        if self.given is not None:
+            epoch, self.given = self.given, None
         self.epoch = epoch + 1
         for number, batch in enumerate(batches, self.first):
             try:
@@ -196,14 +220,14 @@ class _Epochs:
             yield key
 
 
-class EpochBatchSampler(_Epochs, BatchSampler):
+class EpochBatchSampler(CountedEpochs, BatchSampler):
     """A ``BatchSampler`` whose batches know their epoch and number; it takes the same arguments."""
 
     def __iter__(self) -> Iterator[BatchKey]:
         return self._keyed(super().__iter__())
 
 
-class EpochSampler(_Epochs, Sampler[Any]):
+class EpochSampler(CountedEpochs, Sampler[Any]):
     """Any other sampler of a loader, whose batches then know their epoch and number."""
 
     def __init__(self, sampler: Any, batched: bool) -> None:

@@ -26,8 +26,9 @@ FLOORS = (
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WORST_COMPLEXITY = 12  # of each function and method
-# Where attributes are put in that no editor finds: those that are set on this class are set on the dataset inside.
-PUT_IN_BY_UPDATE = {("data/sample_seeds.py", "SeededDataset")}
+# Where attributes are put in that no editor finds: those that are set on SeededDataset are set on the dataset inside,
+# and torch lets nobody set some of a loader's, as a copy has to.
+PUT_IN_BY_UPDATE = {("data/sample_seeds.py", "SeededDataset"), ("data/loading/loader.py", "PrefetchLoader")}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -135,3 +136,27 @@ def test_attributes_are_assigned_by_name():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in updates
     }
     assert hidden <= PUT_IN_BY_UPDATE
+
+
+# The fields of a loader's state, and the keys of earlier snapshots.
+KEYS_OF_STATES = {
+    *("consumed", "length", "ended", "whole", "order", "own", "left", "before", "held", "iter", "first", "at"),
+    *("samples", "over", "generators", "shards", "stream", "rng_before_latest", "rng_before_next", "first_rng"),
+}
+
+
+def strings_asked_for(path):
+    """The constant strings by which a file reads something: ``each["key"]`` and ``each.get("key")``."""
+    for node in nodes(path):
+        asked = node.slice if isinstance(node, ast.Subscript) else None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+            asked = node.args[0] if node.args else None
+        if isinstance(asked, ast.Constant) and isinstance(asked.value, str):
+            yield asked.value
+
+
+def test_the_state_of_an_epoch_is_read_by_its_class_alone():
+    files = [*(ROOT / "data/loading").glob("*.py"), *(ROOT / "data/orders").glob("*.py")]
+    for path in [*files, ROOT / "callbacks/exact_resume.py"]:
+        if path.name != "epoch_state.py":
+            assert not KEYS_OF_STATES & {*strings_asked_for(path)}, path

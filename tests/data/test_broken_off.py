@@ -138,10 +138,10 @@ def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads,
     ours = PrefetchLoader(Rows(), batch_size=1, threads=threads, sampler=Lazy(hook=hook))
     kept = []
     assert some(ours, 2, 0, kept) == some(plain, 2)
-    before = ours.state_dict()["own"]
+    before = ours.state_dict()["generators"]
     assert drawing.wait(10)
     if how == "state":
-        assert torch.equal(ours.state_dict()["own"][0], before[0])
+        assert torch.equal(ours.state_dict()["generators"][0], before[0])
     threading.Timer(0.2, go_on.set).start()
     if how == "closed":
         ours.close()

@@ -110,7 +110,7 @@ def test_the_best_checkpoint_of_a_validation_goes_on_with_the_next_epoch(tmp_pat
 @pytest.mark.parametrize("every", [1, 2])
 @EACH_STRATEGY
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-def test_loaders_that_are_made_anew_begin_anew(every, hook, strategy, tmp_path):
+def test_loaders_that_are_made_anew_reset_epochs(every, hook, strategy, tmp_path):
     class Anew(PrefetchDataModule):
         def train_dataloader(self):
             own = torch.Generator().manual_seed(0)

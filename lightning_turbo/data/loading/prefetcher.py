@@ -11,7 +11,7 @@ from typing import Any
 from lightning_turbo._checks import check_count
 from lightning_turbo.data.loading import locks
 from lightning_turbo.data.loading.background import Background, Item
-from lightning_turbo.data.loading.resume import Position
+from lightning_turbo.data.loading.position import Position
 from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 
 __all__ = ["PrefetchIterator"]

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from lightning_turbo.data.loading.resume import Position, used_samples
-from lightning_turbo.data.loading.torch_workers import samples_of_stream
+from lightning_turbo._random import shared_state
+from lightning_turbo.data.loading.epoch_state import EpochState, StreamPlace
 from lightning_turbo.data.orders.sharding import refuse
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["adapt", "is_within_epoch", "place_of", "restore", "skip_samples", "state_of"]
+__all__ = ["StreamSnapshots", "place_of", "reshard", "skip_samples", "tells_its_place"]
+
+# How much longer loading takes than to ask a stream for its state and copy that. What was loaded since the latest
+# state is loaded once more by a run that goes on.
+LOADING_TO_ASKING = 20
 
 
-def state_of(loader: Any, goes_on: bool = False) -> Callable[[], Any] | None:
-    """Return what asks the stream of a loader for its state; ``None`` if no exact one can be had in this process."""
+def tells_its_place(loader: Any) -> bool:
+    """Whether the stream of a loader has an exact state of its own in this process."""
     stream = loader.dataset
     has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
-    if loader.num_workers or not has_state or _has_buffer(stream):
-        return None
-
-    def ask() -> Any:
-        # Hugging Face's streams begin later epochs too at the state that was loaded, unless it is taken back.
-        if goes_on and getattr(stream, "_starting_state_dict", None):
-            stream.load_state_dict({})
-        return copy.deepcopy(stream.state_dict())
-
-    return ask
+    return has_state and not loader.num_workers and not _has_buffer(stream)
 
 
 def _has_buffer(stream: Any) -> bool:
@@ -39,80 +36,110 @@ def _has_buffer(stream: Any) -> bool:
     return hasattr(stream, "buffer_size") or any(_has_buffer(each) for each in inside)
 
 
-def is_within_epoch(state: dict[str, Any]) -> bool:
-    """Whether a state of a loader over a stream is of an epoch of which a sample was used, and not the last."""
-    at = (state.get("samples") or {}).get("at")
-    return not state.get("whole") and (state["consumed"] > 0 or at is not None)
+class StreamSnapshots:
+    """Asks a stream for its state after some of the batches, so that asking takes a small part of the time.
+
+    A loader makes one for each epoch of a stream that has an exact state, and its iterator calls it after each batch,
+    in the thread that loads. A state may hold a shuffle buffer of any size: asked for after each batch, it would take
+    longer than loading. Always: a state that is returned is that after the batch that was loaded last.
+
+    Args:
+        stream: The dataset.
+        goes_on: Whether it goes on by a state that was loaded.
+        generators: The random generators that it holds.
+    """
+
+    def __init__(self, stream: Any, goes_on: bool, generators: Sequence[Any]) -> None:
+        self._stream = stream
+        self._goes_on = goes_on
+        self._generators = generators
+        self._next = 0.0  # when it is asked for again, by time.perf_counter
+
+    def __call__(self) -> Any:
+        """Return a copy of the stream's state and the random states beside it; ``None`` if it is not asked now."""
+        began = time.perf_counter()
+        if began < self._next:
+            return None
+        # Hugging Face's streams begin later epochs too at the state that was loaded, unless it is taken back.
+        if self._goes_on and getattr(self._stream, "_starting_state_dict", None):
+            self._stream.load_state_dict({})
+        state = copy.deepcopy(self._stream.state_dict()), shared_state(self._generators)
+        ended = time.perf_counter()
+        self._next = ended + LOADING_TO_ASKING * (ended - began)
+        return state
 
 
-def place_of(loader: Any, position: Position) -> dict[str, Any]:
-    """Return what the state of a loader over a stream tells of its samples, as ``ResumableOrder.samples`` does."""
-    order, own = {"sampler": type(loader.dataset).__name__, "length": None}, position.states
-    return {"order": order, **_how(loader), "at": (position.samples or {}).get("at"), "own": own}
+def place_of(loader: Any, before: StreamPlace | None, places: Sequence[tuple[int, Any]]) -> StreamPlace:
+    """Return what the state of a loader over a stream tells of its place.
+
+    Args:
+        loader: The loader.
+        before: The place that its epoch goes on from, if it does.
+        places: What the stream said of itself, and after how many batches it did.
+    """
+    here = _describe(loader)
+    if before is not None:
+        here = dataclasses.replace(
+            here, from_sample=before.from_sample, from_batch=before.from_batch, is_resharded=before.is_resharded
+        )
+    return dataclasses.replace(here, places=list(places))
 
 
-def _how(loader: Any) -> dict[str, Any]:
-    # No order is dealt out to the ranks: each has a stream. One worker process reads it as this one does: both are 1.
-    return {"ranks": None, "batch_size": loader.batch_size or 1, "workers": max(1, loader.num_workers)}
+def _describe(loader: Any) -> StreamPlace:
+    # No order is sharded over the ranks: each has a stream. One worker process reads it as this one does: both are 1.
+    return StreamPlace(type(loader.dataset).__name__, loader.batch_size or 1, max(1, loader.num_workers))
 
 
-def adapt(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+def reshard(loader: Any, state: EpochState) -> EpochState:
     """Return a state of a loader with other batches or worker processes as one of this loader.
 
     If worker processes cannot leave out just what was used, a ``TurboWarning`` says it in numbers.
     """
-    samples = state.get("samples")
-    if samples is None or not is_within_epoch(state):
+    if not state.is_within_epoch:
         return state
-    if "workers" not in samples:
-        refuse("sampler", samples["order"]["sampler"], f"the stream {type(loader.dataset).__name__}")
-    how = _how(loader)
-    used, size = used_samples(state), how["batch_size"]
+    before, here = state.stream, _describe(loader)
+    if before is None:
+        name = "one with indices" if state.shards is None else state.shards.order.sampler
+        refuse("sampler", name, f"the stream {type(loader.dataset).__name__}")
+    used, size = state.used_samples, here.batch_size
     # Worker processes leave out whole batches, and cannot go on within one.
-    is_as_before = {name: samples[name] for name in how} == how
-    if is_as_before and (not loader.num_workers or used == state["consumed"] * size):
+    is_as_before = (before.batch_size, before.workers) == (here.batch_size, here.workers)
+    if is_as_before and (not loader.num_workers or used == state.consumed * size):
         return state
     # Where a batch of this size would end in the middle of what is left out, it counts as one that is left.
-    at = {"samples": used, "batches": used // size}
-    if loader.num_workers or samples["workers"] > 1:
-        at["samples"] = used // size * size  # worker processes leave out whole batches only, and each its own
-        _warn_of_workers(samples, how, used, at["samples"])
-    own = [(at["batches"], each) for count, each in samples["own"] if count == state["consumed"]]
-    changed = {**samples, **how, "at": at, "own": own}
-    return {**state, "consumed": at["batches"], "length": None, "next_rng": None, "samples": changed}
+    left_out = used
+    if loader.num_workers or before.workers > 1:
+        left_out = used // size * size  # worker processes leave out whole batches only, and each its own
+        _warn_of_workers(before, here, used, left_out)
+    places = [(used // size, each) for count, each in before.places if count == state.consumed]
+    here = dataclasses.replace(
+        here, stream=before.stream, from_sample=left_out, from_batch=used // size, is_resharded=True, places=places
+    )
+    return dataclasses.replace(state, consumed=here.from_batch, length=None, rng_before_next=None, stream=here)
 
 
-def _warn_of_workers(before: dict[str, Any], now: dict[str, Any], used: int, left_out: int) -> None:
-    alone = before["workers"] == now["workers"] == 1
+def _warn_of_workers(before: StreamPlace, here: StreamPlace, used: int, left_out: int) -> None:
+    alone = before.workers == here.workers == 1
     if alone and left_out == used:
         return
     seen = f"{used - left_out} are seen twice" if alone else f"up to {used} may be seen twice, and as many never"
     warnings.warn(
-        f"{used} samples of the stream were used, in batches of {before['batch_size']} and {before['workers']} worker "
-        f"processes, and {left_out} are left out now, in batches of {now['batch_size']} and {now['workers']}: {seen}. "
+        f"{used} samples of the stream were used, in batches of {before.batch_size} and {before.workers} worker "
+        f"processes, and {left_out} are left out now, in batches of {here.batch_size} and {here.workers}: {seen}. "
         "Go on with the same batch_size and num_workers, or from a checkpoint of a whole epoch.",
         TurboWarning,
         stacklevel=4,
     )
 
 
-def restore(loader: Any, state: dict[str, Any], position: Position) -> int | None:
-    """Have a stream go on by its own state, and return the count of batches that it is of; ``None`` without one."""
-    own = (state.get("samples") or {}).get("own", [])
-    states = [each for each in own if each[0] <= position.consumed]
-    if not states or state_of(loader) is None:
-        return None
-    position.states = states[-1:]
-    count, latest = states[-1]
-    loader.dataset.load_state_dict(copy.deepcopy(latest))
-    return count
+def skip_samples(samples: Any, place: StreamPlace | None) -> int:
+    """Leave out the samples of a stream that were used in other batches, and return how many those count.
 
-
-def skip_samples(source: Any, state: dict[str, Any]) -> int:
-    """Leave out the samples of torch's iterator that were used in other batches, and return how many those count."""
-    at = (state.get("samples") or {}).get("at")
-    samples = samples_of_stream(source)
-    if at is None or samples is None:
+    Args:
+        samples: The iterator of samples; ``None`` where worker processes have it.
+        place: Where to go on.
+    """
+    if samples is None or place is None or not place.is_resharded:
         return 0
-    next(itertools.islice(samples, at["samples"], at["samples"]), None)
-    return at["batches"]
+    next(itertools.islice(samples, place.from_sample, place.from_sample), None)
+    return place.from_batch

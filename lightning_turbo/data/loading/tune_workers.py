@@ -14,9 +14,10 @@ from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
 from lightning_turbo._random import generators_in, same_random_numbers
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.loading.resume import generators_of
+from lightning_turbo.data.loading.resumable_sampler import generators_of
 from lightning_turbo.data.loading.spawned import error_of, start_method
 from lightning_turbo.data.loading.torch_workers import end_workers, is_timeout
+from lightning_turbo.data.sample_seeds import CountedEpochs
 
 __all__ = ["WorkerTuning", "tune_workers", "why_not_processes"]
 
@@ -175,13 +176,13 @@ def _same_orders(loader: Any) -> Iterator[None]:
     """Leave the generators that a loader holds, and the epoch of a sampler that counts its passes, as they were."""
     # Not by ``or``, which would ask it for a length.
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    epoch = getattr(sampler, "epoch", None)
+    epoch = getattr(sampler, "epoch", 0)
     try:
         with same_random_numbers([*generators_of(loader.generator, sampler), *generators_in(loader.dataset)]):
             yield
     finally:
-        if hasattr(sampler, "continue_after"):
-            sampler.continue_after([epoch], over=False)
+        if isinstance(sampler, CountedEpochs):
+            sampler.begin_pass(epoch)
 
 
 def _repeat(loader: Any) -> Generator[Any, None, None]:

@@ -1,8 +1,9 @@
-"""The order of an epoch's samples over all ranks, and the rest of it for other ranks and batch sizes."""
+"""One order of the samples of an epoch, sharded over ranks and batches, and the rest of it resharded."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,14 +15,79 @@ from lightning_turbo._random import same_random_numbers, set_generator_state
 from lightning_turbo.data.orders.seeded_sampler import SeededSampler
 from lightning_turbo.data.sample_seeds import EpochBatchSampler, EpochSampler
 
-__all__ = ["Dealing", "draw_order", "refuse"]
+__all__ = ["SampleOrder", "Sharding", "Shards", "refuse"]
 
-# What a Trainer takes for one another, as it goes from one rank to several and back.
+# What a Trainer takes for one another, as it goes from one rank to several and back. On several it shuffles whatever
+# the loader says.
 _LIGHTNINGS = {"RandomSampler", "SequentialSampler", "DistributedSampler"}
 
 
-class Dealing(NamedTuple):
-    """How a loader deals the samples of one order out: in turn to the ranks, and there to batches.
+@dataclasses.dataclass(frozen=True)
+class SampleOrder:
+    """One order of samples over all ranks, from which it can be drawn again.
+
+    Attributes:
+        sampler: The name of the sampler's class.
+        length: How many samples the dataset has.
+        shuffle: Whether they are in another order than the dataset's.
+        epoch: The number of the epoch, which seeds of samples follow from.
+        seed: The sampler's seed, if it has one.
+        generator: The state of the generator that the order was drawn from, before it was; ``None`` if there is none.
+        has_own_generator: Whether that is one of the sampler's, and not the global RNG of torch.
+    """
+
+    sampler: str
+    length: int
+    shuffle: bool
+    epoch: int = 0
+    seed: int | None = None
+    generator: Any = None
+    has_own_generator: bool = False
+
+    def draw(self) -> list[int]:
+        """Return the samples of all ranks in this order, which is that of torch's own samplers bit for bit."""
+        data: Any = range(self.length)
+        if not self.shuffle:
+            return list(data)
+        if self.sampler == "RandomSampler":
+            if self.has_own_generator:
+                generator = torch.Generator()
+                set_generator_state(generator, self.generator)
+                return list(RandomSampler(data, generator=generator))
+            with same_random_numbers():
+                torch.set_rng_state(self.generator)
+                return list(RandomSampler(data))
+        assert self.seed is not None
+        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=self.seed)
+        sampler.set_epoch(self.epoch)
+        return list(sampler)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How one order of samples is sharded over ranks and batches.
+
+    Attributes:
+        order: The order.
+        ranks: Over how many ranks.
+        batch_size: Samples of a batch of each.
+        from_sample: How many samples of the order were used when this sharding began, 0 for the whole epoch.
+        from_batch: How many batches of a rank those count as.
+        is_resharded: Whether the epoch began with another sharding.
+    """
+
+    order: SampleOrder
+    ranks: int
+    batch_size: int
+    from_sample: int = 0
+    from_batch: int = 0
+    is_resharded: bool = False
+
+
+class Sharding(NamedTuple):
+    """How a loader shards one order of samples: in turn to the ranks, and there to batches.
+
+    It is made again for each question, because a Trainer may begin the process group after the loader is made.
 
     Attributes:
         sampler: What the order comes from: a ``SeededSampler``, or torch's ``DistributedSampler``, ``RandomSampler``
@@ -29,7 +95,7 @@ class Dealing(NamedTuple):
         outer: What makes batches of the indices; ``sampler`` itself for a loader with ``batch_size=None``.
         batch_size: Samples of a batch.
         drop_last: Whether a batch that is not full is left out.
-        ranks: Among how many the order is dealt out; one where each rank has its own.
+        ranks: Over how many ranks the order is sharded; one where each rank has its own.
         rank: The number of this one.
     """
 
@@ -41,8 +107,8 @@ class Dealing(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, outer: Any) -> Dealing | None:
-        """Return how a loader with this index sampler deals, or ``None`` if no order of samples is known of it."""
+    def of(cls, outer: Any) -> Sharding | None:
+        """Return how a loader with this index sampler shards, or ``None`` if no order of samples is known of it."""
         sampler, batch_size, drop_last = outer, 1, False
         if type(outer) in (BatchSampler, EpochBatchSampler):
             sampler, batch_size, drop_last = outer.sampler, outer.batch_size, outer.drop_last
@@ -61,36 +127,53 @@ class Dealing(NamedTuple):
     @property
     def length(self) -> int:
         """How many samples the dataset has."""
-        is_dealt = isinstance(self.sampler, DistributedSampler)
-        return len(self.sampler.dataset if is_dealt else self.sampler.data_source)
+        is_sharded = isinstance(self.sampler, DistributedSampler)
+        return len(self.sampler.dataset if is_sharded else self.sampler.data_source)
 
-    def describe(self, epoch: int, generator: Any) -> dict[str, Any]:
-        """Return what ``draw_order`` makes the order of an epoch from.
+    @property
+    def order(self) -> SampleOrder:
+        """The order of epoch 0, without the state of a generator that it may be drawn from."""
+        sampler = self.sampler
+        if isinstance(sampler, DistributedSampler):
+            return SampleOrder(type(sampler).__name__, self.length, sampler.shuffle, seed=sampler.seed)
+        return SampleOrder(type(sampler).__name__, self.length, type(sampler) is RandomSampler)
+
+    def order_of(self, epoch: int, generator: Any, has_own_generator: bool) -> SampleOrder:
+        """Return the order of an epoch.
 
         Args:
             epoch: The number of the epoch.
             generator: The state of the generator from which a ``RandomSampler`` draws, before it does; ``None`` where
                 that is not known.
+            has_own_generator: Whether that is the sampler's own.
         """
-        sampler = self.sampler
-        is_dealt = isinstance(sampler, DistributedSampler)
-        shuffle = sampler.shuffle if is_dealt else type(sampler) is RandomSampler
-        order = {"sampler": type(sampler).__name__, "length": self.length, "shuffle": shuffle, "epoch": epoch}
-        is_random = type(sampler) is RandomSampler
-        return {**order, "seed": sampler.seed if is_dealt else None, "generator": generator if is_random else None}
+        is_random = type(self.sampler) is RandomSampler
+        return dataclasses.replace(
+            self.order,
+            epoch=epoch,
+            generator=generator if is_random else None,
+            has_own_generator=is_random and has_own_generator,
+        )
 
-    def check(self, order: dict[str, Any]) -> None:
+    def is_that_of(self, shards: Shards) -> bool:
+        """Whether samples are sharded over ranks and batches as by this loader."""
+        as_before = shards.order.sampler == type(self.sampler).__name__ and shards.ranks == self.ranks
+        return as_before and shards.batch_size == self.batch_size
+
+    def check(self, order: SampleOrder) -> None:
         """Raise a ``ValueError`` that names both values if this loader is not one for an order."""
-        here = self.describe(0, None)
-        both = {order["sampler"], here["sampler"]}
+        here = self.order
+        both = {order.sampler, here.sampler}
         if len(both) > 1 and not both <= _LIGHTNINGS:
-            refuse("sampler", order["sampler"], here["sampler"])
-        if order["length"] != here["length"]:
-            refuse("length of the dataset", order["length"], here["length"])
-        if order["shuffle"] != here["shuffle"]:
-            refuse("shuffle", order["shuffle"], here["shuffle"])
-        if order["seed"] != here["seed"] and None not in (order["seed"], here["seed"]):
-            refuse("seed of the sampler", order["seed"], here["seed"])
+            refuse("sampler", order.sampler, here.sampler)
+        if order.length != here.length:
+            refuse("length of the dataset", order.length, here.length)
+        # From one rank to several Lightning takes a DistributedSampler, which shuffles. The order that began goes on.
+        is_lightnings = len(both) == 2 and "DistributedSampler" in both
+        if order.shuffle != here.shuffle and not is_lightnings:
+            refuse("shuffle", order.shuffle, here.shuffle)
+        if order.shuffle and order.seed != here.seed and None not in (order.seed, here.seed):
+            refuse("seed of the sampler", order.seed, here.seed)
 
     def count_batches(self, start: int = 0) -> int:
         """Return how many batches this rank has of an order from its sample ``start`` on."""
@@ -99,19 +182,22 @@ class Dealing(NamedTuple):
         own = left // self.ranks if drops else -(-left // self.ranks)
         return own // self.batch_size if self.drop_last else -(-own // self.batch_size)
 
-    def rest(self, order: list[int], start: int, epoch: int, number: int) -> Iterator[Any]:
-        """Yield what this rank loads of an order from its sample ``start`` on, as the loader's own sampler would.
+    def reshard(self, order: SampleOrder, used: int) -> Shards:
+        """Return how the rest of an order is sharded, of which so many samples were used.
+
+        They count as so many batches that what is left are the last ones of an epoch of this loader's.
+        """
+        number = self.count_batches() - self.count_batches(used)
+        return Shards(order, self.ranks, self.batch_size, from_sample=used, from_batch=number, is_resharded=True)
+
+    def rest(self, shards: Shards) -> Iterator[Any]:
+        """Yield what this rank loads of an order that is resharded, as the loader's own sampler would.
 
         As torch's ``DistributedSampler`` does, the first samples of the order are taken again where the ranks would not
         have the same number, or with ``drop_last`` the last ones are left out.
-
-        Args:
-            order: The order of all samples.
-            start: How many of them are left out.
-            epoch: Its epoch, which seeds of samples follow from.
-            number: The number of the first batch in the epoch, which seeds of batches follow from.
         """
-        left = order[start:]
+        order = shards.order.draw()
+        left = order[shards.from_sample :]
         over = len(left) % self.ranks
         if over and self.sampler.drop_last:
             left = left[:-over]
@@ -124,27 +210,10 @@ class Dealing(NamedTuple):
         outer = copy.copy(self.outer)
         outer.sampler = own
         if isinstance(outer, (EpochBatchSampler, EpochSampler)):
-            outer.epoch, outer.first = epoch, number
+            # Seeds of samples follow from the epoch, those of batches from their number in it.
+            outer.begin_pass(shards.order.epoch)
+            outer.first = shards.from_batch
         return iter(outer)
-
-
-def draw_order(order: dict[str, Any]) -> list[int]:
-    """Return the order of the samples of all ranks that ``Dealing.describe`` described."""
-    # By torch's own samplers, whose order this is bit for bit.
-    data: Any = range(order["length"])
-    if not order["shuffle"]:
-        return list(data)
-    if order["sampler"] == "RandomSampler":
-        generator = torch.Generator()
-        if order["generator"]["own"]:
-            set_generator_state(generator, order["generator"]["state"])
-            return list(RandomSampler(data, generator=generator))
-        with same_random_numbers():
-            torch.set_rng_state(order["generator"]["state"])
-            return list(RandomSampler(data))
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=order["seed"])
-    sampler.set_epoch(order["epoch"])
-    return list(sampler)
 
 
 def refuse(name: str, before: Any, now: Any) -> NoReturn:

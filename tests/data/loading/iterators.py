@@ -4,7 +4,7 @@ import threading
 
 from lightning_turbo.data import PrefetchIterator
 from lightning_turbo.data.loading.background import Background
-from lightning_turbo.data.loading.resume import Position
+from lightning_turbo.data.loading.position import Position
 from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 
 

@@ -334,7 +334,7 @@ def test_a_pickled_loader_tells_where_it_is_before_its_first_batch():
     loader = PrefetchLoader(range(6), 2, shuffle=True, generator=seeded(1))
     twin = pickle.loads(pickle.dumps(loader))
     iterators = [iter(loader), iter(twin)]
-    (own,), (twins,) = (each.state_dict()["own"] for each in (loader, twin))
+    (own,), (twins,) = (each.state_dict()["generators"] for each in (loader, twin))
     assert torch.equal(own, twins)
     assert values(iterators[0]) == values(iterators[1])
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DeviceTransfer, PrefetchLoader
-from lightning_turbo.data.loading.resume import write_used_batches
+from lightning_turbo.data.loading.epoch_state import EpochState, used_states
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Stream, saved, seeded, take, values
 
@@ -256,7 +256,7 @@ def test_a_later_epoch_goes_on_whatever_its_order_comes_from(settings, used):
     assert used != "all" or next(iterator, None) is None
     state = saved(loader.state_dict())
     if used == 7:
-        write_used_batches([state], over=True)  # as a Trainer, which does not ask for the end
+        (state,) = used_states([state], over=True)  # as a Trainer, which does not ask for the end
     expected = [] if used in (7, "all") else values(iterator)
     expected += values(loader)
     other = going_on(make, state)
@@ -340,8 +340,7 @@ def test_an_epoch_may_end_before_a_loader_and_go_on_after_it(kind):
     take(loader, 1)
     begun = saved(loader.state_dict())
     for state, over, batches in ((ended, True, 7), (ended, False, 0), (begun, True, 7), (begun, False, 6)):
-        states = [dict(state), {"whole": 1}, None]
-        write_used_batches(states, over)
+        states = used_states([state, {"whole": 1}, None], over=over)
         assert states[1:] == [{"whole": 1}, None]  # of other loaders
         other = going_on(make, states[0])
         assert len(list(other)) == batches
@@ -352,9 +351,9 @@ def test_batches_out_of_order_cannot_be_counted_which_is_said():
     settings = {"batch_size": 3, "num_workers": 1, "in_order": False}
     loader = plain(**settings)
     with pytest.warns(TurboWarning, match="in_order=False returns batches as they are ready.*Leave in_order=False"):
-        loader.load_state_dict({"consumed": 2, "order": None, "own": [], "whole": False})
-    loader.load_state_dict({"consumed": 7, "order": None, "own": [], "whole": True})  # a warning would be an error
-    plain(**{**settings, "num_workers": 0}).load_state_dict({"consumed": 2, "order": None})
+        loader.load_state_dict(EpochState(consumed=2).to_dict())
+    loader.load_state_dict(EpochState(consumed=7, over=True).to_dict())  # a warning would be an error
+    plain(**{**settings, "num_workers": 0}).load_state_dict(EpochState(consumed=2).to_dict())
 
 
 def test_a_loader_of_another_length_without_a_known_order_cannot_go_on_exactly_which_is_said():
@@ -368,7 +367,6 @@ def test_a_loader_of_another_length_without_a_known_order_cannot_go_on_exactly_w
         build(5).load_state_dict(loader.state_dict())
     list(iterator)
     build(5).load_state_dict(loader.state_dict())  # a whole epoch; a warning would be an error
-    build(3).load_state_dict({"consumed": 2, "order": None})  # of an older version
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

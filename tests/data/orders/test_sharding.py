@@ -66,7 +66,7 @@ def test_lives_of_other_ranks_and_batches_make_one_epoch(make, lives):
     ranks, batch_size = lives[2]
     last = loaders(make, ranks, batch_size)
     more, state = run(last, state)
-    assert state["whole"]
+    assert state["over"]
     assert state["consumed"] == len(last[0])
     # What fills the last turn of the ranks was seen before.
     assert (seen + more)[:LENGTH] == whole[:LENGTH]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading.resume import write_used_batches
+from lightning_turbo.data.loading.epoch_state import used_states
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Stream, saved, seeded, take, values
 
@@ -71,8 +71,9 @@ def numbers(batches):
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 4, 5), (5, 2, 2), (2, 1, 6)])
 @pytest.mark.parametrize("make", [Stream, Placed, HuggingFaces, buffered])
-def test_each_sample_of_a_stream_comes_once(make, sizes, ahead):
+def test_each_sample_of_a_stream_comes_once(make, sizes, ahead, monkeypatch):
     """Also where a Trainer had fetched batches ahead, which were not used."""
+    monkeypatch.setattr("lightning_turbo.data.loading.streams.LOADING_TO_ASKING", 0)
     plain = PrefetchLoader(make(), 4)
     expected, state, seen = [numbers(values(plain)) for _ in range(2)], None, []
     for size in sizes[:2]:
@@ -82,7 +83,7 @@ def test_each_sample_of_a_stream_comes_once(make, sizes, ahead):
         taken = take(iter(loader), 2 + ahead)
         seen += numbers(taken[:2])
         states = [loader.state_dict()]
-        write_used_batches(states, over=False, used=states[0]["consumed"] - len(taken[2:]))
+        states = used_states(states, over=False, used=states[0]["consumed"] - len(taken[2:]))
         state = saved(states[0])
     loader = PrefetchLoader(make(), sizes[2])
     loader.load_state_dict(state)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading.resume import write_used_batches
+from lightning_turbo.data.loading.epoch_state import used_states
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, saved, seeded, take, values
 
@@ -114,7 +114,7 @@ def test_a_batch_that_a_trainer_had_fetched_and_not_used_is_loaded_as_it_was(kin
         if not resume:
             return seen + values(iterated) + values(first)
         state = first.state_dict()
-        write_used_batches([state], over=False, used=3)
+        (state,) = used_states([state], over=False, used=3)
         again = KINDS[kind](MAKE["PCG64"])
         again.load_state_dict(saved(state))
         with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
@@ -181,32 +181,6 @@ def test_another_number_of_generators_is_told():
     again.load_state_dict(first.state_dict())
     with pytest.warns(TurboWarning, match="held 1 random generators, and this one holds 0"):
         take(again, 1)
-
-
-class Counting(Sampler):
-    """Shuffles by a count of its passes, which nobody else knows."""
-
-    def __init__(self):
-        self.passes, self.at = 0, 0
-
-    def __len__(self):
-        return 2 * LENGTH
-
-    def __iter__(self):
-        self.passes += 1
-        yield from torch.randperm(len(self), generator=seeded(self.passes)).tolist()
-
-
-def test_a_sampler_that_counts_its_passes_by_itself_is_told_of_at_a_save():
-    loader = PrefetchLoader(range(2 * LENGTH), 2, sampler=Counting())
-    take(loader, 2)
-    again = PrefetchLoader(range(2 * LENGTH), 2, sampler=Counting())
-    again.load_state_dict(loader.state_dict())  # of the first pass, which a new sampler begins with too
-    assert values(again) == values(PrefetchLoader(range(2 * LENGTH), 2, sampler=Counting()))[2:]
-    for state in (lambda: list(loader), lambda: take(loader, 1)):
-        state()
-        with pytest.warns(TurboWarning, match=r"Counting.passes was 0 at first and is \d now.*set_epoch"):
-            loader.state_dict()
 
 
 class Odd(Rows):
