@@ -69,7 +69,9 @@ def _read_files(paths: Sequence[Path | None], mask: Path | None, *, labelled: bo
 
 def _at_spacing(row: dict[str, Any], affine: Any, spacing: Sequence[float]) -> tuple[dict[str, Any], Any]:
     """Return volumes and affine with other distances of voxels."""
-    steps = np.divide(spacing, np.linalg.norm(affine[:3, :3], axis=0))
+    given = np.linalg.norm(affine[:3, :3], axis=0)
+    expect((given > 0).all(), "spacing of the file", given.tolist(), "distances above 0, to resample it")
+    steps = np.divide(spacing, given)
     scaled = affine.copy()
     scaled[:3, :3] *= steps
     return {name: resample(array, steps.tolist(), nearest=name == "labels") for name, array in row.items()}, scaled

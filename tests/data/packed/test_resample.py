@@ -83,6 +83,19 @@ def test_a_size_counts_voxels_of_the_new_spacing(nifti, tmp_path):
     assert affine[:3, 3].tolist() == [-0.5, 1, 0]  # its 19 x 10 x 5 voxels, padded and cut about their centre
 
 
+@pytest.mark.parametrize("bad", [0.0, float("nan")])
+def test_a_file_without_spacing_is_not_resampled(tmp_path, bad):
+    nibabel = pytest.importorskip("nibabel")
+    (tmp_path / "in").mkdir()
+    image = nibabel.Nifti1Image(np.ones((3, 4, 5), np.float32), None)
+    image.set_sform(np.diag([1, 1, 1, 1]), 1)
+    image.header["srow_z"] = [0, 0, bad, 0]
+    (tmp_path / "in" / "a.nii").write_bytes(image.to_bytes())
+    image = nibabel.load(tmp_path / "in" / "a.nii")
+    with pytest.raises(ValueError, match=r"a.nii': spacing of the file: expected distances above 0, to resample it"):
+        pack_folder(tmp_path / "in", tmp_path / "out", spacing=(1, 1, 1))
+
+
 @pytest.mark.parametrize("spacing", [1, (1, 1), (1, 1, 0), (1, 1, "1"), (1, 1, float("nan"))])
 def test_what_is_no_spacing(nifti, tmp_path, spacing):
     nifti("in/a.nii.gz", np.ones((3, 3, 3), np.int16), np.eye(4))
