@@ -44,8 +44,8 @@ ABOUT = """# Segmentation of 3D scans
 A U-Net on patches of scans with label volumes, by a DataLoader with worker processes. `turbo`: packed scans, patches,
 augmentation of whole batches, O1 in bfloat16, `strategy="turbo"`. `monai`: MONAI's `CacheDataset`, crops and transforms
 of each sample, float32. Medians of runs in turns, each from the files on; validation is left out of the epochs. Both
-rows pack before the first epoch, as the statistics of the intensities come from there. After so few epochs the Dice says
-no more than that both learn.
+rows pack before the first epoch, as the statistics of the intensities come from there. After so few epochs the Dice
+says no more than that both learn.
 """
 
 
