@@ -2,7 +2,7 @@
 
 from lightning_turbo._machine import count_cores
 from lightning_turbo.measure.ending import end_process
-from lightning_turbo.measure.machine import computes_in_bfloat16, describe_machine, huge_pages
+from lightning_turbo.measure.machine import OtherLoad, computes_in_bfloat16, describe_machine, huge_pages
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
 from lightning_turbo.measure.process import CAN_HOLD, Process, ProcessError
@@ -20,6 +20,7 @@ __all__ = [
     "Interrupt",
     "InterruptedRunError",
     "Meter",
+    "OtherLoad",
     "Process",
     "ProcessError",
     "Progress",

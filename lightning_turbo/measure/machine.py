@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from lightning_turbo._machine import count_cores
 from lightning_turbo._optional import installed_version
 
-__all__ = ["computes_in_bfloat16", "describe_machine", "huge_pages"]
+__all__ = ["OtherLoad", "computes_in_bfloat16", "describe_machine", "huge_pages"]
 
 DISTRIBUTIONS = (
     *("torch", "lightning", "pytorch-lightning", "prefetch_generator", "numpy", "nvidia-dali-cuda120"),
@@ -51,6 +52,36 @@ def huge_pages() -> str | None:
     except OSError:
         return None
     return rules.partition("[")[2].partition("]")[0] or None
+
+
+class OtherLoad:
+    """How many cores other programs take, on Linux, from its making on.
+
+    Of the time in which the machine's cores were busy, what this process and its children took is left out. Children
+    count once they have ended and were waited for, so that it is asked then.
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._before = _busy_seconds()
+
+    def cores(self) -> float | None:
+        """Return the mean number of cores, or ``None`` where the system does not tell."""
+        now, passed = _busy_seconds(), time.monotonic() - self._begun
+        if now is None or self._before is None or passed <= 0:
+            return None
+        return max(0.0, (now - self._before) / passed)
+
+
+def _busy_seconds() -> float | None:
+    """The seconds that all cores were busy since the machine began, without those of this process and its children."""
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    except OSError:
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    busy = [int(each) for number, each in enumerate(fields[:8]) if number not in (3, 4)]
+    return sum(busy) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def _commit() -> str | None:

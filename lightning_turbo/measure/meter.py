@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,13 +31,15 @@ class Meter:
         self.device = torch.device(device)
         self.over = False
         self._ask = ask
-        # Phases: "start" is one step; then, for each order, "lead", which is not measured, and "round".
+        # Phases: "start" is one step; then, for each order, "lead", which is not measured, and "round"; or "border",
+        # which lasts until the measured code says that it is over.
         # The first call of ``step`` ends a phase of its own: one step shows that the code runs, and what compiles or
         # allocates at first does so while others start as well.
         self._left = 1
         self._warmup = warmup - 1
         self._phase = "start"
         self._lead = 0
+        self.border = False  # whether the order is to go to the end of an epoch
         self._seconds = 0.0  # of a round, where its steps are as many as fit, by the time of the lead
         self._steps = 0
         self._samples = 0
@@ -61,6 +64,18 @@ class Meter:
         self._left -= 1
         return True if self._left > 0 else self._turn()
 
+    def leave_out(self, seconds: float) -> None:
+        """Take a time that was part of no step, as that of a validation, out of the steps that are measured now."""
+        self._start += seconds
+
+    def end_border(self) -> bool:
+        """Say that what the order ``"border"`` asks for is done: the end of an epoch and the begin of the next one.
+
+        Returns:
+            Whether to do another step, as ``step``.
+        """
+        return self._turn()
+
     def _turn(self) -> bool:
         """Close the phase that has run out of steps and open the next one."""
         if self.over:
@@ -75,7 +90,8 @@ class Meter:
             return True
         # Before the clock is read: a device may still be at work on the steps that the host has queued.
         self.synchronise()
-        event: dict[str, Any] = {"event": "ready"}
+        event: dict[str, Any] = {"event": "border" if self.border else "ready"}
+        self.border = False
         if self._phase == "round":
             seconds = time.perf_counter() - self._start
             event = {"event": "round", "seconds": seconds, "steps": self._steps, "samples": self._samples}
@@ -85,6 +101,10 @@ class Meter:
         if order["order"] == "end":
             self.over = True
             return False
+        if order["order"] == "border":
+            self.border = True
+            self._open("border", sys.maxsize)
+            return True
         self._steps, self._seconds = order["steps"], order.get("seconds", 0.0)
         # What is left of the warm-up is done here, in this process's own turn.
         self._lead = lead = max(order["lead"], self._warmup)

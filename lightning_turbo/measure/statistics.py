@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["interval_of", "log_quotients", "seconds_by_sweep"]
@@ -31,17 +31,26 @@ def _student(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def log_quotients(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
+def log_quotients(
+    row: Mapping[str, Any],
+    other: Mapping[str, Any],
+    seconds_of: Callable[[Mapping[str, Any]], Mapping[int, float]] = seconds_by_sweep,
+) -> list[float]:
     """Return the mean logarithm of the ratio of two rows' times in each process that measured both.
 
     Rounds of one process share its luck, such as where its memory lies, so that only processes count as independent.
+
+    Args:
+        row: Above the line.
+        other: Below it.
+        seconds_of: Returns the times of a row, by the sweep of a round; by default those of a step.
     """
-    lower = seconds_by_sweep(other)
+    upper, lower = seconds_of(row), seconds_of(other)
     logs: dict[int, list[float]] = {}
     for part in row["rounds"]:
         # Of a sweep that was broken off the other row may lack its round.
         if lower.get(part["sweep"]):
-            quotient = part["seconds"] / part["steps"] / lower[part["sweep"]]
+            quotient = upper[part["sweep"]] / lower[part["sweep"]]
             logs.setdefault(part.get("process", 0), []).append(math.log(quotient))
     return [statistics.fmean(values) for values in logs.values()]
 

@@ -124,6 +124,7 @@ class Turns:
         start_until: float = float("inf"),
         until: float = float("inf"),
         seconds: float = float("inf"),
+        border: bool = False,
     ) -> None:
         """Measure one fresh process of each name.
 
@@ -137,6 +138,7 @@ class Turns:
             start_until: Time on the clock of ``time.monotonic`` after which no process is started any more.
             until: Time after which no further sweep of rounds begins.
             seconds: The same, in seconds after the start of the first round.
+            border: Whether each process goes to the end of an epoch and over it, after its rounds and in its turn.
 
         Raises:
             InterruptedRunError: If the run was interrupted; what was measured is in the rows.
@@ -150,6 +152,8 @@ class Turns:
                 # What is left of the time, in equal parts for the groups that are left; of seconds, for all groups.
                 share = min((until - now) / left, seconds / len(groups))
                 self._measure(group, order, rounds, number, fewest, now + share)
+                for name in [each for each in group if border and each in self.alive]:
+                    self._go_over_border(name)
                 self._finish(number, END_TIMEOUT)
         except InterruptedRunError:
             # The rounds so far count only with what their process returns at its end, so that this much is waited for.
@@ -247,6 +251,17 @@ class Turns:
         self.alive[name].hold()
         round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
         self.rows[name]["rounds"].append({"sweep": sweep, "process": number, **round_})
+
+    def _go_over_border(self, name: str) -> None:
+        """Let one process go over the border of an epoch."""
+        self._progress.show(f"{self._title}{name}, end of an epoch")
+        if not self._tell(name, {"order": "border"}):
+            return
+        event = self._event(name, ROUND_TIMEOUT, self._interrupt.check)
+        if event is not None and event["event"] == "done":
+            self.lose(name, "failed", "ended before the end of its epoch")
+        elif event is not None:
+            self.alive[name].hold()
 
     def _finish(self, number: int, timeout: float) -> None:
         """Let every process that has measured something return its numbers."""

@@ -113,7 +113,9 @@ class BatchSizes:
             rows = {size: self._measure(size) for size in (self.base, *rivals)}
             for size, comparison in self.against.items():
                 before = len(comparison.logs)
-                comparison.add(rows[size], rows[self.base])  # which adds nothing where one of them failed
+                comparison.add(
+                    rows[size], rows[self.base], steps_only=True
+                )  # which adds nothing where one of them failed
                 # From times of steps to times of samples: a step of the other size has so many times the samples.
                 factor = self._samples(size) / self._samples(self.base)
                 comparison.logs[before:] = [log - math.log(factor) for log in comparison.logs[before:]]

@@ -18,6 +18,7 @@ __all__ = [
     "list_candidates",
     "list_rank_candidates",
     "select",
+    "usual_saving",
     "why_not",
 ]
 
@@ -39,6 +40,11 @@ class Facts:
     num_workers: int = 0
     accumulate: int = 1  # batches of an optimizer step
     batches: int | None = None  # of an epoch
+    epochs: float | None = None  # of the fit
+    validations: float = 0.0  # of an epoch, in the mean
+    border_ms: float = 0.0  # of an epoch: its end, the start of loading, and the first batch
+    validation_ms: float = 0.0  # of an epoch, all of it
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds of a step in forward, backward and optimizer
     lacks: Sequence[str] = ()  # keys of NEEDS that the script or the machine has not
     random_part: str = ""  # what to write in place of the dataset's random transforms that have a batched equal
     packing: str = ""  # how long it takes and when it pays; to try it would take longer than other trials
@@ -50,6 +56,13 @@ class Facts:
         The difference of the other two times would say it too, on a machine that is quiet.
         """
         return min(1.0, self.loader_ms / self.step_ms)
+
+    @property
+    def epoch_ms(self) -> float | None:
+        """How long an epoch takes; ``None`` if its length is not known."""
+        if self.batches is None:
+            return None
+        return (self.batches - (self.border_ms > 0)) * self.step_ms + self.border_ms + self.validation_ms
 
     @property
     def waiting_ms(self) -> float:
@@ -85,6 +98,8 @@ NEEDS = {
     "dataloader": "the training loader is not a DataLoader",
     "random part": "no random transform of MONAI or torchvision at the end of the dataset's has a batched equal",
     "no thread": "the loader prepares batches in a thread already",
+    "new workers": "no worker processes are started again in each epoch",
+    "not pinned": "the loader pins its memory already",
     "short epochs": "epochs are long, so that their starts hardly count",
     "own strategy": "the script sets a strategy",
     "no accumulation": "gradients are accumulated, which a static graph does not allow",
@@ -113,6 +128,7 @@ class Settings:
     opt_level: str = ""  # of an ApexAMP
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
     environment: Mapping[str, str] = field(default_factory=dict)  # of the process
+    loader: Mapping[str, Any] = field(default_factory=dict)  # arguments of each DataLoader
     augment_batches: bool = False  # whether the random part of the dataset's transforms is moved behind the collate
 
 
@@ -128,7 +144,7 @@ class Candidate(Settings):
     @property
     def is_stock(self) -> bool:
         """Whether it takes nothing of this package."""
-        return not (self.strategy or self.opt_level or self.callbacks)
+        return not (self.strategy or self.opt_level or self.callbacks or self.augment_batches)
 
     @property
     def kind(self) -> str:
@@ -145,6 +161,42 @@ def why_not(candidate: Candidate, facts: Facts) -> str:
     if candidate.name == "pack":
         return lacking or facts.packing or "packing was not timed"
     return lacking
+
+
+# Shares of a phase of the step that a setting usually saves, by the begin of its name: the order of trials follows from
+# them, and nothing else.
+USUAL: Mapping[str, tuple[str, float]] = {
+    "fused": ("optimizer", 0.5),
+    "channels-last": ("network", 0.3),
+    "no-bias": ("network", 0.1),
+    "bf16-mixed": ("network", 0.5),
+    "O1": ("network", 0.5),
+    "O2": ("network", 0.5),
+    "tf32": ("network", 0.5),
+    "compile": ("network", 0.15),
+    "threads": ("step", 0.1),
+    "huge-pages": ("step", 0.1),
+}
+WITHOUT_INSTRUCTIONS = 0.1  # what remains of that for half precision on a CPU that does not compute in it
+
+
+def usual_saving(candidate: Candidate, facts: Facts, computes_in_half: bool) -> float:
+    """Return how many milliseconds a candidate usually saves at most: of a step, or of an epoch by its steps."""
+    starts = facts.border_ms / (facts.batches or 1)
+    if candidate.loader or "persistent" in candidate.name:
+        return starts + (facts.loading * facts.step_ms if candidate.callbacks else 0.0)
+    if candidate.slot == "loading" or candidate.augment_batches:
+        return facts.loading * facts.step_ms
+    if candidate.name == "lean":
+        return LIGHTNING_MS
+    computing = (1.0 - facts.loading) * facts.step_ms
+    optimizer = 1e3 * facts.phases.get("optimizer", 0.0) or 0.1 * computing
+    network = 1e3 * (facts.phases.get("forward", 0.0) + facts.phases.get("backward", 0.0)) or 0.9 * computing
+    name = next((each for each in USUAL if candidate.name.startswith(each)), "")
+    phase, share = USUAL.get(name, ("step", 0.02))
+    if candidate.slot == "precision" and not computes_in_half:
+        share *= WITHOUT_INSTRUCTIONS
+    return share * {"optimizer": optimizer, "network": network, "step": computing}[phase]
 
 
 LOADING = ("loading", "dataloader")
@@ -200,6 +252,14 @@ def list_candidates(cores: int) -> list[Candidate]:
             c(name=f"{name}-omp-{half}", **shared, callbacks={"Prefetch": settings}, environment=threads)
             for name, settings in ahead.items()
         ),
+        c(
+            name="persistent-workers",
+            slot="loading",
+            needs=("dataloader", "new workers"),
+            result="other maths",
+            loader={"persistent_workers": True},
+        ),
+        c(name="pin-memory", needs=("cuda", "dataloader", "not pinned"), loader={"pin_memory": True}),
         c(name="pack", needs=LOADING),
         c(name="augment-batches", needs=(*LOADING, "random part"), result="other maths", augment_batches=True),
         c(name="lean", needs=lean, strategy={"lean": True}),
@@ -273,6 +333,7 @@ def combine(candidates: Iterable[Candidate]) -> Settings:
             opt_level=each.opt_level or settings.opt_level,
             callbacks={**settings.callbacks, **each.callbacks},
             environment={**settings.environment, **each.environment},
+            loader={**settings.loader, **each.loader},
             augment_batches=settings.augment_batches or each.augment_batches,
         )
     return settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning_turbo._files import whole_file
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import (
     Interrupt,
+    OtherLoad,
     Progress,
     count_cores,
     describe_machine,
@@ -51,21 +53,25 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     state = _read_state(kept, origin) if settings.resume else None
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
-    with interrupt.caught(), Progress(interrupt.deadline) as progress:
-        runner = ScriptRunner(settings, {each.name: each for each in candidates}, interrupt, progress)
-        if settings.batch_size:
-            _tune_batch_size(runner, settings.out, stream)
-            return 130 if interrupt.pressed else 0
-        search = Search(candidates, runner, same_maths=settings.same_maths)
-        search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
-        _run(search, state, kept, origin)
-    results = make_results(search, settings.command)
-    paths = write_results(search, results, settings.out)
-    if settings.confirm and search.chosen.names and search.facts is not None and not interrupt.pressed:
-        # What is known is written by now: an epoch takes as long as it takes.
-        interrupt = Interrupt()
-        results["epochs"] = _train_epochs(runner, search, search.facts, interrupt)
+    # Removed at the end, whatever the processes have left in it.
+    with tempfile.TemporaryDirectory(prefix="lightning-turbo-", ignore_cleanup_errors=True) as scratch:
+        load = OtherLoad()
+        with interrupt.caught(), Progress(interrupt.deadline) as progress:
+            table = {each.name: each for each in candidates}
+            runner = ScriptRunner(settings, table, interrupt, progress, Path(scratch))
+            if settings.batch_size:
+                _tune_batch_size(runner, settings.out, stream)
+                return 130 if interrupt.pressed else 0
+            search = Search(candidates, runner, same_maths=settings.same_maths)
+            search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
+            _run(search, state, kept, origin)
+        results = make_results(search, settings.command, load.cores())
         paths = write_results(search, results, settings.out)
+        if settings.confirm and search.chosen.names and search.facts is not None and not interrupt.pressed:
+            # What is known is written by now: an epoch takes as long as it takes.
+            interrupt = Interrupt()
+            results["epochs"] = _train_epochs(runner, search, search.facts, interrupt)
+            paths = write_results(search, results, settings.out)
     print_lines(as_text(results), *map(str, paths), *filter(None, [why_no_picture()]), stream=stream)
     return 130 if interrupt.pressed else 0
 
@@ -88,7 +94,7 @@ def _run(search: Search, state: Mapping[str, Any] | None, kept: Path, origin: Ma
 
 def _train_epochs(runner: ScriptRunner, search: Search, facts: Facts, interrupt: Interrupt) -> dict[str, Any]:
     """Return what whole epochs say of what is chosen, and that in words."""
-    seconds = facts.step_ms / 1e3 * (facts.batches or 0)
+    seconds = (facts.epoch_ms or 0.0) / 1e3
     epochs = compare_epochs(train_epochs(runner, search.chosen, seconds, interrupt), search.final)
     return {**epochs, "sentence": describe_epochs(epochs)}
 

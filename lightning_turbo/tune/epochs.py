@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_turbo.measure import Interrupt, InterruptedRunError, ProcessError, Progress, three_digits
+from lightning_turbo.measure import Interrupt, InterruptedRunError, ProcessError, Progress, interval_of, three_digits
 from lightning_turbo.tune.evidence import Case, Comparison
 from lightning_turbo.tune.runner import ScriptRunner
 
@@ -74,29 +74,28 @@ def _together(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**found, "factors": [pair["default"]["seconds"] / pair["chosen"]["seconds"] for pair in pairs]}
 
 
-def compare_epochs(found: Mapping[str, Any], steps: Comparison) -> dict[str, Any]:
-    """Return what epochs say, with the factor between them and what that of the steps lets expect.
-
-    Only the training steps, a share of the epoch, are expected to be faster.
+def compare_epochs(found: Mapping[str, Any], promise: Comparison) -> dict[str, Any]:
+    """Return what epochs say, with the factor between them and the one that was promised.
 
     Args:
         found: What ``train_epochs`` returned.
-        steps: The recommendation against the script as it is.
+        promise: The recommendation against the script as it is.
 
     Returns:
         ``found``, and unless an epoch is missing ``"share"`` of the training steps without the recommendation,
-        ``"factor"`` (how many times as fast the whole was, the median of the pairs), and ``"expected"``, a pair of such
-        factors.
+        ``"factor"`` (how many times as fast the epoch was, the mean of the pairs), ``"interval"`` (its 95 % interval,
+        or ``None`` of one pair) and ``"expected"``, the interval of the promise.
     """
     if "error" in found:
         return dict(found)
     before = found["default"]
-    share = before["steps_seconds"] / before["seconds"]
-    low, high = (1 / (1 - share + share * ratio) for ratio in reversed(steps.interval or (steps.ratio, steps.ratio)))
+    low, high = (1 / ratio for ratio in reversed(promise.interval or (promise.ratio, promise.ratio)))
+    logs = [math.log(factor) for factor in found["factors"]]
     return {
         **found,
-        "share": share,
-        "factor": statistics.median(found["factors"]),
+        "share": before["steps_seconds"] / before["seconds"],
+        "factor": math.exp(statistics.fmean(logs)),
+        "interval": interval_of(logs),
         "expected": [low, high],
     }
 
@@ -112,11 +111,11 @@ def describe_epochs(epochs: Mapping[str, Any]) -> str:
         if (other := after["metrics"].get(name)) is not None and value is not None
     ]
     low, high = epochs["expected"]
-    factors = epochs["factors"]
-    between = f" (median of {len(factors)}, {min(factors):.2f} to {max(factors):.2f})" if len(factors) > 1 else ""
+    measured = epochs["interval"]
+    between = f" ({measured[0]:.2f} to {measured[1]:.2f} in {len(epochs['factors'])} pairs)" if measured else ""
     return (
-        f"A whole fit of one epoch took {three_digits(before['seconds'])} s without and "
-        f"{three_digits(after['seconds'])} s with it: {epochs['factor']:.2f} times as fast{between}. "
-        f"Training steps were {100 * epochs['share']:.0f} % of it: {low:.2f} to {high:.2f} times were to be expected. "
+        f"A whole epoch, validated to its end, took {three_digits(before['seconds'])} s without and "
+        f"{three_digits(after['seconds'])} s with it: {epochs['factor']:.2f} times as fast{between}; promised were "
+        f"{low:.2f} to {high:.2f}. Training steps were {100 * epochs['share']:.0f} % of it. "
         f"Logged, without and with: {', '.join(metrics) or 'nothing'}."
     )

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_turbo.measure import interval_of, log_quotients
+from lightning_turbo.measure import interval_of, log_quotients, seconds_by_sweep
 from lightning_turbo.tune.candidates import SMALL_SHARE
 
-__all__ = ["DEFAULT", "Case", "Comparison", "compare_losses"]
+__all__ = ["DEFAULT", "Case", "Comparison", "compare_losses", "epoch_by_sweep", "epoch_parts"]
 
 MOST = 12  # pairs of processes, after which a comparison stays as it is
 
@@ -43,12 +43,37 @@ class Case:
 DEFAULT = Case()
 
 
+def epoch_parts(row: Mapping[str, Any]) -> tuple[int, float, float] | None:
+    """Return what of an epoch a process has found: its batches, and the seconds of its border and its validations.
+
+    ``None`` if the length of an epoch is not known. A process that has seen no border has it among its steps.
+    """
+    numbers = row["numbers"]
+    facts = numbers.get("facts", {})
+    if not facts.get("batches"):
+        return None
+    borders, validations = numbers.get("borders", []), numbers.get("validations", [])
+    validation = facts.get("validations", 0.0) * statistics.median(validations) if validations else 0.0
+    return facts["batches"] - bool(borders), statistics.median(borders) if borders else 0.0, validation
+
+
+def epoch_by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
+    """Return the seconds of an epoch by the steps of each round of a row; of a step where epochs have no length."""
+    steps, parts = seconds_by_sweep(row), epoch_parts(row)
+    if parts is None:
+        return steps
+    batches, border, validation = parts
+    return {sweep: batches * seconds + border + validation for sweep, seconds in steps.items()}
+
+
 @dataclass
 class Comparison:
-    """One case against another, process by process."""
+    """One case against another, process by process: by the times of an epoch, as far as its length is known."""
 
     logs: list[float] = field(default_factory=list)  # logarithm of the ratio of their times in each pair of processes
+    of_steps: list[float] = field(default_factory=list)  # the same of a step
     error: str = ""  # why there are no more: what a process said that failed
+    no_effect: str = ""  # what the package itself said of the one
     refused: bool = False  # whether it cannot be measured at all, rather than that it broke
     losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # above and below the line
 
@@ -58,6 +83,11 @@ class Comparison:
         return math.exp(statistics.fmean(self.logs)) if self.logs else math.inf
 
     @property
+    def step_ratio(self) -> float:
+        """The ratio of the times of a step."""
+        return math.exp(statistics.fmean(self.of_steps)) if self.of_steps else self.ratio
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval of the ratio, from two pairs of processes on."""
         return interval_of(self.logs)
@@ -65,12 +95,12 @@ class Comparison:
     @property
     def gains(self) -> bool:
         """Whether the upper end of the interval is below 1."""
-        return self.interval is not None and self.interval[1] < 1.0
+        return not self.no_effect and self.interval is not None and self.interval[1] < 1.0
 
     @property
     def decided(self) -> bool:
         """Whether further processes are not worth their time: it gains, gains next to nothing, fails, or had enough."""
-        if self.error or self.gains or len(self.logs) >= MOST:
+        if self.error or self.no_effect or self.gains or len(self.logs) >= MOST:
             return True
         return self.interval is not None and self.interval[0] > 1.0 - SMALL_SHARE
 
@@ -79,15 +109,20 @@ class Comparison:
         if not self.logs:
             return "not measured"
         spread = f"{1 / self.interval[1]:.2f} to {1 / self.interval[0]:.2f}" if self.interval else "in one process"
-        return f"{1 / self.ratio:.2f} times as fast ({spread})"
+        epoch, step = f"{1 / self.ratio:.2f}", f"{1 / self.step_ratio:.2f}"
+        return f"{epoch} times as fast ({spread}{'' if step == epoch else f'; a step {step}'})"
 
-    def add(self, above: Mapping[str, Any], below: Mapping[str, Any]) -> None:
-        """Add a pair of processes."""
+    def add(self, above: Mapping[str, Any], below: Mapping[str, Any], *, steps_only: bool = False) -> None:
+        """Add a pair of processes; with ``steps_only`` by the times of a step alone."""
         if above["status"] != "ok":
             self.error = (above["reason"] or above["status"]).rstrip(".")
             self.refused = above["status"] == "skipped"
             return
-        self.logs += log_quotients(above, below)
+        if steps_only:
+            self.logs += log_quotients(above, below)
+        else:
+            self.logs += log_quotients(above, below, epoch_by_sweep)
+            self.of_steps += log_quotients(above, below)
         self.losses = above["numbers"].get("losses", []), below["numbers"].get("losses", [])
 
 

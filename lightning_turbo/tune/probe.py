@@ -1,83 +1,85 @@
 """What is put into the first Trainer of a script: the settings, and a probe that counts its steps and ends it.
 
-The script is not edited and nothing of Lightning is patched. Lightning asks the entry point of ``doctor.script`` for
+The script is not edited and no class of Lightning is patched. Lightning asks the entry point of ``doctor.script`` for
 callbacks while it constructs a Trainer; at that moment the settings are put into it, as its arguments would be.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler
 
 import lightning_turbo
-from lightning_turbo._lightning import (
-    Callback,
-    DDPStrategy,
-    DummyLogger,
-    MixedPrecision,
-    Precision,
-    TorchElasticEnvironment,
-    Trainer,
-)
+from lightning_turbo._lightning import Callback, DDPStrategy, MixedPrecision, TorchElasticEnvironment, Trainer
 from lightning_turbo._replaced import ReplacedMethod
-from lightning_turbo._trainer import combined_loader, replace_strategy, supports_lean_loop
-from lightning_turbo.callbacks.fused_optimizers import can_fuse
-from lightning_turbo.data.loading.loader import PrefetchLoader
+from lightning_turbo._trainer import combined_loader, replace_strategy
 from lightning_turbo.doctor.ending import end_program
-from lightning_turbo.measure import Meter, huge_pages
-from lightning_turbo.nn.bias import LAYERS, NORMS
-from lightning_turbo.nn.memory_format import has_format
-from lightning_turbo.tune.pipeline import MovedAugmentation, describe_packing, describe_random_part
+from lightning_turbo.measure import Meter
+from lightning_turbo.tune.describe import STRATEGIES_OF_RANKS, describe, describe_batches
+from lightning_turbo.tune.endless import Endless
+from lightning_turbo.tune.muted import Muted
+from lightning_turbo.tune.pipeline import MovedAugmentation, describe_packing
+from lightning_turbo.tune.validation import TimedValidation
 
-__all__ = ["Probe", "WholeEpoch", "prepare_trainer", "trainer_in_construction"]
+__all__ = ["PhaseProbe", "Probe", "WholeEpoch", "prepare_trainer", "trainer_in_construction"]
 
 LOSSES = 400  # of the first steps, to compare
-# Callbacks, by the name of their class or of one that it inherits, that write, draw, search or stop.
-UNWANTED = {
-    *("BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "EarlyStopping", "LearningRateFinder"),
-    *("LearningRateMonitor", "ModelSummary", "ProgressBar", "SaveConfigCallback", "Timer"),
-}
 STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy")
-STRATEGIES_OF_RANKS = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class Repeat:
     """The first batch of a loader again and again, in epochs of the same length."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
+        self.repeated = loader
         self.batches: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        self.batches = self.batches or [next(iter(self.loader))]
+        self.batches = self.batches or [next(iter(self.repeated))]
         return itertools.cycle(self.batches)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.repeated)
 
 
 class Probe(Callback):
-    """Counts the steps of ``fit``, with one batch again and again, or of the loader alone; and ends the script."""
+    """Counts the steps of ``fit``, with one batch again and again, or of the loader alone; and ends the script.
 
-    def __init__(self, meter: Meter, mode: str) -> None:
+    A step is what lies between the ends of two batches. Where an epoch ends between them it is a border: the end of the
+    epoch with its hooks, the start of loading, and the first batch. Borders and validations are timed apart, so that an
+    epoch can be put together from its parts. ``worker.measure_program`` makes a probe for each Trainer of the script.
+
+    Args:
+        meter: Counts the steps.
+        mode: Of the case.
+        folder: For files that a script writes through Lightning.
+    """
+
+    def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
         self.meter = meter
         self.mode = mode
+        self.muted = Muted(folder)
+        self.validation: TimedValidation | None = None  # from the begin of the run on
         self.losses: list[Tensor] = []
         self.facts: dict[str, Any] = {}
+        self.borders: list[float] = []  # seconds
         self.numbers: dict[str, Any] = {}  # what else is reported
+        self.counts_borders = False  # as steps
         self.refusal = ""
         self.error: BaseException | None = None  # ended fit, or kept the settings out of the Trainer
+        self._waited = False
+        self._is_first = False  # whether the batch is the first one of a later epoch
+        self._was_first = False  # whether the batch before was
+        self._ended = 0.0  # when the batch before did
 
     def refuse(self, reason: str) -> None:
         """End the script, because it cannot be measured."""
@@ -98,130 +100,181 @@ class Probe(Callback):
         traceback.print_exception(exception)
         end_program(1)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let ``fit`` go on for as long as is measured, in this process's turn; schedules have an end, and wait."""
-        trainer.fit_loop.max_epochs = -1
-        trainer.fit_loop.epoch_loop.max_steps = -1
-        if pl_module.automatic_optimization:
-            trainer.strategy.lr_scheduler_configs = []
+    def begin(self, trainer: Any) -> None:
+        """Let a run write nothing, and hear of everything first."""
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+        self.muted.mute(trainer)
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        self.validation = TimedValidation(loop, self.meter, whole=self.mode == "epoch")
+
+    def found(self) -> dict[str, Any]:
+        """Return what is reported."""
+        validation = self.validation
+        return {
+            "facts": self.facts,
+            "losses": [loss.item() for loss in self.losses],
+            "borders": self.borders,
+            "validations": [] if validation is None else validation.seconds or validation.sanity,
+            **self.numbers,
+        }
+
+    def wait(self, trainer: Any) -> None:
+        """Wait for the turn of this process, in a step that is none: nothing is computed beside those that start."""
         self.meter.device = trainer.strategy.root_device
+        if not self._waited and trainer.state.fn == "fit":
+            self._waited = True
+            self.step()
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the turn."""
+        self.wait(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let ``fit`` go on for as long as is measured, in this process's turn."""
+        self.wait(trainer)
+        Endless(trainer)
         self.facts = describe(trainer, pl_module)
         self.numbers["batches"] = describe_batches(trainer)
-        self.step()  # that is none: it waits for the turn, as nothing is computed beside processes that start
         if self.mode == "loader":
             loader = combined_loader(trainer)
             self.facts["packing"] = describe_packing(loader.flattened[0])
             self.load(loader)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note that the next batch is the first one of its epoch."""
+        # Where each batch is an epoch, a step has its border in it.
+        self._is_first = self._ended > 0.0 and trainer.num_training_batches > 1
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
+        """Count the batch, or time the border before it."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if len(self.losses) < LOSSES and isinstance(loss, Tensor) and loss.numel() == 1:
             self.losses.append(loss.detach().clone())
-        self.step()
+        validated = self._take_validated()
+        if self._is_first and not (self._was_first or self.counts_borders):
+            self.meter.synchronise()
+            self.end_border(time.perf_counter() - self._ended - validated)
+        else:
+            self.step()  # also in an epoch that something stops after its first batch
+        self._was_first, self._is_first = self._is_first, False
+        if self.meter.border:
+            self._go_to_border(trainer)
+        self._ended = time.perf_counter()
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Time the batch."""
+        if self.validation is not None:
+            self.validation.end_batch(dataloader_idx)
 
     def load(self, loader: Any) -> None:
         """Count batches, epoch after epoch."""
         while True:
             for _ in loader:
                 self.step()
+                if self.meter.border and not self.meter.end_border():
+                    end_program()
 
     def step(self) -> None:
         """Count a step, and end the script after the last one."""
         if not self.meter.step():
             end_program()  # nothing of the script runs any more
 
+    def end_border(self, seconds: float) -> None:
+        """Keep the time of a border, which is none of the steps."""
+        self.borders.append(seconds)
+        self.meter.leave_out(seconds)
 
-class WholeEpoch(Probe):
-    """Takes the time of one epoch, as the script trains and validates it, from the set-up of ``fit`` to its end."""
+    def _take_validated(self) -> float:
+        """Return the seconds of validations since the batch before."""
+        if self.validation is None:
+            return 0.0
+        seconds, self.validation.since_step = self.validation.since_step, 0.0
+        return seconds
 
-    def __init__(self, meter: Meter, mode: str) -> None:
-        super().__init__(meter, mode)
-        self.numbers["steps_seconds"] = 0.0
-        self._begun = self._last = 0.0
+    def _go_to_border(self, trainer: Any) -> None:
+        """Let the next batch be the last one of its epoch, unless a border was timed already."""
+        batches = trainer.num_training_batches
+        if self.borders or batches == float("inf") or batches < 2 or self.counts_borders or self.mode != "step":
+            if not self.meter.end_border():
+                end_program()
+            return
+        # The script sees the numbers of that batch, as if those between were over.
+        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        progress = loop.batch_progress.current
+        left_out = int(batches) - 1 - progress.ready
+        if left_out > 0:
+            for count in ("ready", "started", "processed", "completed"):
+                setattr(progress, count, getattr(progress, count) + left_out)
+            fetcher.fetched += left_out
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Start the clock."""
-        self._begun = time.perf_counter()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let ``fit`` go on for one epoch; schedules are made, and keep the length that the script gave them."""
-        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
-        self.meter.device = trainer.strategy.root_device
-        self.facts = describe(trainer, pl_module)
+class PhaseProbe(Probe):
+    """Times the phases of a step as well, on a CPU, where each is over before the next one begins."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add the time since the step before: the first one, in which workers start, is not of the steps."""
-        now = time.perf_counter()
-        self.numbers["steps_seconds"] += now - self._last if batch_idx else 0.0
-        self._last = now
+    def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
+        super().__init__(meter, mode, folder)
+        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._steps = 0
+        self._last = 0.0
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the time of a validation out of the steps."""
+    def found(self) -> dict[str, Any]:
+        """Return the mean seconds of each phase, too."""
+        return {
+            **super().found(),
+            "phases": {name: total / max(1, self._steps) for name, total in self.seconds.items()},
+        }
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin with the forward pass."""
         self._last = time.perf_counter()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the time and what was logged, and end the script before its callbacks hear of the end."""
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """End the forward pass."""
+        self._end("forward")
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """End the backward pass."""
+        self._end("backward")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End the optimizer's step, and count the batch."""
+        self._end("optimizer")
+        self._steps += 1
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _end(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+
+class WholeEpoch(Probe):
+    """Takes the time of one epoch, as the script trains and validates it: from one first batch to the next one."""
+
+    def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
+        super().__init__(meter, mode, folder)
+        self.numbers["steps_seconds"] = 0.0
+        self._begun = 0.0
+
+    def wait(self, trainer: Any) -> None:
+        """Begin at once: no other process is there."""
+        self.meter.device = trainer.strategy.root_device
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Add the time since the batch before, and end the script after the first batch of the second epoch."""
         self.meter.synchronise()
-        metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        self.numbers |= {"seconds": time.perf_counter() - self._begun, "metrics": metrics}
-        self.meter.over = True
-        end_program()
-
-
-def describe(trainer: Any, module: Any) -> dict[str, Any]:
-    """Return the fields of ``Facts`` that need no measurement, and how many batches make a step."""
-    loader = combined_loader(trainer).flattened[0]
-    loader = loader.loader if isinstance(loader, Repeat) else loader
-    device, batches = trainer.strategy.root_device.type, trainer.num_training_batches
-    has = {
-        "dataloader": isinstance(loader, DataLoader),
-        "no thread": not isinstance(loader, PrefetchLoader),
-        # What a script tells DDP, as to find unused parameters, would be lost in another one.
-        "own strategy": type(trainer.strategy).__name__ in STRATEGIES_OF_RANKS
-        and not getattr(trainer.strategy, "_ddp_kwargs", {}),
-        # A plugin of another class sets the precision too, whatever it is called.
-        "own precision": type(trainer.precision_plugin) is Precision,
-        "automatic": module.automatic_optimization,
-        "optimizer": any(can_fuse(optimizer) for optimizer in trainer.optimizers),
-        "Lightning 2.6": supports_lean_loop(),
-        "compiler": device == "cuda" or shutil.which(os.environ.get("CXX", "c++")),
-        "huge pages": huge_pages() == "madvise",
-        "cuda": device == "cuda",
-        "cpu": device == "cpu",
-        **describe_network(module),
-    }
-    return {
-        "device": device,
-        "num_workers": getattr(loader, "num_workers", 0),
-        "batches": int(batches) if batches != float("inf") else None,
-        "lacks": [need for need, there in has.items() if not there],
-        "accumulate": int(trainer.accumulate_grad_batches),
-        "random_part": describe_random_part(getattr(loader, "dataset", None)),
-    }
-
-
-def describe_batches(trainer: Any) -> dict[str, Any]:
-    """Return what the size of a batch depends on: the script's, the samples of an epoch, and the optimizers."""
-    loader = combined_loader(trainer).flattened[0]
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    return {
-        "size": getattr(sampler, "batch_size", None),
-        "drop_last": getattr(sampler, "drop_last", False),
-        "samples": len(sampler.sampler) if isinstance(getattr(sampler, "sampler", None), Sized) else None,
-        "optimizers": sorted({type(optimizer).__name__ for optimizer in trainer.optimizers}),
-    }
-
-
-def describe_network(module: nn.Module) -> dict[str, bool]:
-    """Return what the network has that a candidate changes."""
-    parts = list(module.modules())
-    biased = any(isinstance(part, LAYERS) and part.bias is not None for part in parts)
-    return {
-        "convolutions": has_format(module),
-        "norms": biased and any(isinstance(part, NORMS) for part in parts),
-        "float32 weights": all(weight.dtype is not torch.float64 for weight in module.parameters()),
-    }
+        now = time.perf_counter()
+        if self._is_first or (self._ended and trainer.num_training_batches == 1):
+            metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+            self.numbers |= {"seconds": now - self._begun, "metrics": metrics}
+            self.meter.over = True
+            end_program()
+        seconds = now - self._ended - self._take_validated()
+        self.numbers["steps_seconds"] += seconds if self._ended else 0.0
+        self._begun = self._begun or now
+        self._ended = now
 
 
 def trainer_in_construction() -> Any:
@@ -255,17 +308,25 @@ def replace_in_construction(trainer: Any, options: Mapping[str, Any], ranks: int
     replace_strategy(trainer, new)
 
 
-def resize(loader: Any, batch_size: int, probe: Probe) -> Any:
-    """Give a loader batches of another size."""
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    if type(sampler) is not BatchSampler:
-        probe.refuse("its training loader has no BatchSampler of torch; expected a DataLoader with a batch_size.")
-    sampler.batch_size = batch_size
+def change_loader(loader: Any, settings: Mapping[str, Any], batch_size: int, probe: Probe) -> Any:
+    """Give a loader other settings, and batches of another size."""
+    for name, value in settings.items():
+        if getattr(loader, "num_workers", 0) or name != "persistent_workers":
+            vars(loader)[name] = value  # as torch does in its constructor; it refuses some of them later
+    if batch_size:
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if type(sampler) is not BatchSampler:
+            probe.refuse("its training loader has no BatchSampler of torch; expected a DataLoader with a batch_size.")
+        sampler.batch_size = batch_size
     return loader
 
 
 def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list[Callback]:
-    """Put the settings of a task into a Trainer in construction, and silence it when it begins to run."""
+    """Put the settings of a task into a Trainer in construction, and have the probe begin when it runs.
+
+    The loaders pass through the functions that are put in here in the opposite order: the one that repeats a batch is
+    the outermost, and works on the loader with all other settings.
+    """
     settings = task["settings"]
     replace_in_construction(trainer, settings["strategy"], task["ranks"], probe)
     strategy = trainer.strategy
@@ -274,28 +335,23 @@ def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list
     if settings["opt_level"]:
         strategy.precision_plugin = lightning_turbo.ApexAMP(settings["opt_level"])
 
-    def begin_silently(set_up: Callable[[], None]) -> None:
-        begun.put_back()
-        silence(trainer, probe)
+    def begin(set_up: Callable[[], None]) -> None:
+        # A search for a learning rate runs without the script's callbacks, and without the probe.
+        if probe in trainer.callbacks and probe.validation is None:
+            probe.begin(trainer)
         set_up()
 
-    begun = ReplacedMethod(strategy, "setup_environment", begin_silently)  # which a run calls first
+    ReplacedMethod(strategy, "setup_environment", begin)  # which a run calls first
     if settings["augment_batches"]:
         MovedAugmentation(trainer, strategy)
-    if size := task["batch_size"]:
-        ReplacedMethod(strategy, "process_dataloader", lambda process, loader: process(resize(loader, size, probe)))
+    if settings["loader"] or task["batch_size"]:
+
+        def change(process: Callable[[Any], Any], loader: Any) -> Any:
+            validates = trainer.sanity_checking or trainer.validating
+            size = 0 if validates else task["batch_size"]
+            return process(change_loader(loader, settings["loader"], size, probe))
+
+        ReplacedMethod(strategy, "process_dataloader", change)
     if probe.mode == "one batch":
         ReplacedMethod(strategy, "process_dataloader", lambda process, loader: Repeat(process(loader)))
     return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]
-
-
-def silence(trainer: Any, probe: Probe) -> None:
-    """Let a run write nothing, and validate only in a whole epoch; the probe hears of everything first."""
-    trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    classes = [
-        (each, {kind.__name__ for kind in type(each).__mro__}) for each in trainer.callbacks if each is not probe
-    ]
-    trainer.callbacks = [probe, *(each for each, names in classes if not UNWANTED & names)]
-    if probe.mode != "epoch":
-        trainer.num_sanity_val_steps = 0
-        trainer.limit_val_batches = 0

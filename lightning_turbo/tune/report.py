@@ -11,6 +11,7 @@ from typing import Any
 from lightning_turbo._files import whole_file
 from lightning_turbo.measure import (
     Bar,
+    count_cores,
     describe_machine,
     draw_bars,
     markdown_table,
@@ -25,7 +26,12 @@ from lightning_turbo.tune.search import Search, Trial
 __all__ = ["as_text", "describe_headroom", "make_results", "script_text", "write_results", "yaml_text"]
 
 COLOURS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
-COVERS = "Factors are of training steps: validation, the starts of workers and what is outside of fit are not in them."
+COVERS = (
+    "Factors are of an epoch: steps, its border (end, start of loading, first batch) and validation, projected from "
+    "some batches of it. Checkpoints, set-up and what is outside of fit are not in them."
+)
+STEPS = "Factors are of training steps, because epochs have no length here."
+BUSY = 0.1  # cores that other programs take, from which on it is said
 
 
 def describe_headroom(facts: Facts) -> str:
@@ -46,15 +52,41 @@ def describe_headroom(facts: Facts) -> str:
 
 
 def _describe_epoch(search: Search) -> str:
-    """Return in words how long the training steps of an epoch take without and with what is chosen, or nothing."""
+    """Return in words how long an epoch takes, of what parts, and how long the fit, without and with what is chosen."""
     facts = search.facts
-    if facts is None or facts.batches is None or not search.chosen.names:
+    if facts is None or facts.epoch_ms is None:
+        return STEPS if facts is not None else ""
+    epoch, ratio = facts.epoch_ms / 1e3, search.final.ratio if search.chosen.names else 1.0
+    parts = f"{facts.batches} steps, border {three_digits(facts.border_ms / 1e3)} s"
+    if facts.validations:
+        parts += f", validation {three_digits(facts.validation_ms / 1e3)} s"
+    text = f"An epoch takes about {three_digits(epoch)} s ({parts})"
+    text += f" and {three_digits(epoch * ratio)} s with it" if search.chosen.names else ""
+    if facts.epochs:
+        minutes = facts.epochs * epoch / 60
+        text += f"; the {facts.epochs:g} epochs of the fit {three_digits(minutes)} minutes"
+        text += f" and {three_digits(minutes * ratio)}" if search.chosen.names else ""
+    return f"{text}. {COVERS}"
+
+
+def _describe_load(cores: float | None) -> str:
+    """Return in numbers what other programs took of the machine, or nothing."""
+    if cores is None or cores < BUSY:
         return ""
-    seconds = facts.step_ms / 1e3 * facts.batches
     return (
-        f"The {facts.batches} training steps of an epoch take about {three_digits(seconds)} s without and "
-        f"{three_digits(seconds * search.final.ratio)} s with it; --confirm says what share of an epoch they are."
+        f"Other programs took {cores:.1f} of {count_cores()} cores meanwhile: factors may be off, and intervals are "
+        "wider than on a quiet machine."
     )
+
+
+def _describe_untried(search: Search) -> str:
+    """Return how many settings were not tried, and how long that would take."""
+    if not search.untried:
+        return ""
+    names = [name for name, trial in search.trials.items() if trial.is_untried]
+    listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    minutes = math.ceil(search.more_minutes)
+    return f"{len(names)} of {len(search.trials)} settings were not tried ({listed}): about {minutes} minutes more."
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
@@ -62,11 +94,18 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
     return {
         "ratio": ratio if math.isfinite(ratio) else None,
         "interval": list(comparison.interval) if comparison.interval else None,
+        "step_ratio": comparison.step_ratio if comparison.of_steps else None,
     }
 
 
-def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
-    """Return what was found as plain values: in words the verdict, why, and what to do next; then the numbers."""
+def make_results(search: Search, command: Sequence[str], other_cores: float | None = None) -> dict[str, Any]:
+    """Return what was found as plain values: in words the verdict, why, and what to do next; then the numbers.
+
+    Args:
+        search: At its end.
+        command: How the script is started.
+        other_cores: How many cores other programs took meanwhile, or ``None`` if that is not known.
+    """
     chosen, facts = search.chosen, search.facts
     headroom = {} if facts is None else {
         "one_batch_ms": facts.one_batch_ms,
@@ -79,7 +118,18 @@ def make_results(search: Search, command: Sequence[str]) -> dict[str, Any]:
         "command": list(command),
         "interrupted": search.interrupted,
         "verdict": _verdict(search),
-        "why": " ".join(filter(None, [headroom.get("sentence"), _describe_epoch(search), COVERS])),
+        "why": " ".join(filter(None, [headroom.get("sentence"), _describe_epoch(search), _describe_load(other_cores)])),
+        "untried": _describe_untried(search),
+        "other_cores": other_cores,
+        "epoch": None
+        if facts is None
+        else {
+            "seconds": None if facts.epoch_ms is None else facts.epoch_ms / 1e3,
+            "batches": facts.batches,
+            "border_seconds": facts.border_ms / 1e3,
+            "validation_seconds": facts.validation_ms / 1e3,
+            "epochs": facts.epochs,
+        },
         "next": _next(search, command),
         "machine": describe_machine("cpu" if facts is None else facts.device),
         "default": {"step_ms": None if facts is None else facts.step_ms, "processes_ms": search.times.get(DEFAULT, [])},
@@ -129,9 +179,13 @@ def _next(search: Search, command: Sequence[str]) -> str:
 
 def _by_hand(search: Search) -> str:
     """Return what no argument of a Trainer does, or nothing."""
-    if search.facts is None or not _settings(search).augment_batches:
+    if search.facts is None:
         return ""
-    return f" For augment-batches {search.facts.random_part}."
+    settings = _settings(search)
+    loader = ", ".join(f"{name}={value!r}" for name, value in settings.loader.items())
+    texts = [f" Give the training DataLoader {loader}." if loader else ""]
+    texts += [f" For augment-batches {search.facts.random_part}." if settings.augment_batches else ""]
+    return "".join(texts)
 
 
 def _curves(search: Search) -> dict[str, list[float]]:
@@ -268,6 +322,7 @@ def as_text(results: Mapping[str, Any]) -> str:
     rows = [[each["name"], each["why"], each["result"] if each["ratio"] else ""] for each in results["candidates"]]
     columns = ["setting", "how it ended", "result"]
     verdict = f"`{shlex.join(results['command'])}`: {results['verdict']}."
-    words = [verdict, f"Why: {results['why']}", *filter(None, [results.get("epochs", {}).get("sentence")])]
+    more = [results.get("epochs", {}).get("sentence"), results["untried"]]
+    words = [verdict, f"Why: {results['why']}", *filter(None, more)]
     words += [f"Next: {results['next']}", "\n".join(markdown_table(columns, rows))]
     return "\n\n".join(words) + "\n"

@@ -77,15 +77,22 @@ class ScriptRunner:
         candidates: The table.
         interrupt: Holds the budget.
         progress: Shows how far it is.
+        scratch: A folder for what scripts write through Lightning; whoever makes the runner removes it.
     """
 
     def __init__(
-        self, settings: TuneSettings, candidates: Mapping[str, Candidate], interrupt: Interrupt, progress: Progress
+        self,
+        settings: TuneSettings,
+        candidates: Mapping[str, Candidate],
+        interrupt: Interrupt,
+        progress: Progress,
+        scratch: Path,
     ) -> None:
         self.settings = settings
         self.candidates = candidates
         self.interrupt = interrupt
         self.progress = progress
+        self.scratch = scratch
         self.cost = 5.0
         self.order = {"steps": 3, "lead": 1}
         self.warmup = 3
@@ -112,7 +119,7 @@ class ScriptRunner:
         begun = time.monotonic()
         # Where they are measured one after the other, A B B A cancels a steady drift of the machine.
         direction = 1 if len(self._took) % 2 == 0 else -1
-        turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS)
+        turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS, border=True)
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
         return {case: rows[name] for name, case in by_name.items()}
@@ -123,7 +130,9 @@ class ScriptRunner:
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
         if self.settings.ranks > 1:
             hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
+        number = next(self._numbers)
         task = {
+            "folder": str(self.scratch.absolute() / str(number)),
             "program": self.settings.program,
             "arguments": list(self.settings.arguments),
             "module": self.settings.module,
@@ -137,7 +146,7 @@ class ScriptRunner:
         return Process(
             ["-m", "lightning_turbo.tune.worker"],
             task,
-            log=self.settings.out.absolute() / "logs" / f"{next(self._numbers):03d} {case}.log",
+            log=self.settings.out.absolute() / "logs" / f"{number:03d} {case}.log",
             folder=Path.cwd(),
             environment={**hidden, **put_together.environment, "WANDB_MODE": "disabled"},
         )

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import InterruptedRunError, interval_of, seconds_by_sweep
-from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Facts, why_not
-from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison, compare_losses
+from lightning_turbo.measure import InterruptedRunError, computes_in_bfloat16, interval_of, seconds_by_sweep
+from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Facts, usual_saving, why_not
+from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison, compare_losses, epoch_parts
 
 __all__ = ["Runner", "Search", "Trial"]
 
@@ -21,6 +21,8 @@ FINAL = 6  # processes of each side of the last comparison
 FEWEST = 4  # of them, where the time is short
 
 LATE = "the time that was left was needed to confirm a gain"
+OVER = "the time was over"
+ENDED = "the search was ended"
 SEVERITY = ("", "same bits", "rounding", "other maths")
 
 Rows = Mapping[Case, Mapping[str, Any]]
@@ -57,6 +59,12 @@ class Trial:
     kept: bool = False
 
     @property
+    def is_untried(self) -> bool:
+        """Whether no process has measured it, and nothing but time speaks against it."""
+        late = ("", *(f"not tried because {each}" for each in (LATE, OVER, ENDED)))
+        return not (self.alone.error or self.alone.logs) and self.why in late
+
+    @property
     def case(self) -> Case:
         """It alone."""
         return Case((self.candidate.name,))
@@ -86,6 +94,7 @@ class Search:
         self.interrupted = False
         self.on_headroom: Callable[[Facts], object] = lambda facts: None
         self._total = runner.left
+        self._computes_in_half = computes_in_bfloat16() is not False
         self.times: dict[Case, list[float]] = {}  # milliseconds of a step, in each process
         self._defaults: list[list[float]] = []  # losses of the script as it is: the first, and those that differ
 
@@ -123,6 +132,9 @@ class Search:
         step = step or 1e3 * _seconds(first)
         one_batch = one_batch or step
         facts["packing"] = rows[cases[2]]["numbers"].get("facts", {}).get("packing", "")
+        facts["phases"] = rows[cases[1]]["numbers"].get("phases", {})
+        parts = epoch_parts(rows[DEFAULT] if rows[DEFAULT]["status"] == "ok" else first)
+        facts["border_ms"], facts["validation_ms"] = (1e3 * part for part in parts[1:]) if parts else (0.0, 0.0)
         return Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
 
     def _begin(self, facts: Facts) -> None:
@@ -157,6 +169,14 @@ class Search:
             rows = self._measure([DEFAULT, *(trial.case for trial in chunk)])
             for trial in chunk:
                 trial.alone.add(rows[trial.case], rows[DEFAULT])
+                self._look_for_effect(trial, rows)
+
+    def _look_for_effect(self, trial: Trial, rows: Rows) -> None:
+        """End a candidate that has not gained and of which the package itself says that it has no effect here."""
+        said = [rows[case]["numbers"].get("no_effect", []) for case in (trial.case, DEFAULT)]
+        new = [each for each in said[0] if each not in said[1]]
+        if new and trial.alone.logs and trial.alone.ratio > 1.0 - SMALL_SHARE:
+            trial.alone.no_effect = new[0]
 
     def winners(self) -> list[Trial]:
         """Return those that gain alone, one of each kind, the best first.
@@ -228,9 +248,19 @@ class Search:
         return measured if same else max([measured, *declared], key=SEVERITY.index)
 
     def _nothing(self) -> str:
-        if late := len(self._untried()):
+        if late := self.untried:
             return f"nothing is recommended: {late} of {len(self.trials)} settings were not tried, for want of time"
         return "nothing helps here"
+
+    @property
+    def untried(self) -> int:
+        """How many settings were left out for want of time."""
+        return sum(trial.is_untried for trial in self.trials.values())
+
+    @property
+    def more_minutes(self) -> float:
+        """How long it would take to try them: in groups, each beside the script as it is, and the best ones again."""
+        return 1.5 * self.untried * (1 + 1 / self._group) * self.runner.cost / 60
 
     def _objection(self, case: Case) -> str:
         """Why a case is not recommended after the last comparison."""
@@ -255,6 +285,8 @@ class Search:
         """How a candidate ended of which nothing else is known."""
         if trial.alone.error:
             return f"{'not tried because' if trial.alone.refused else 'failed:'} {trial.alone.error}"
+        if trial.alone.no_effect:
+            return f"no effect: {trial.alone.no_effect}"
         if trial.alone.gains:
             return f"no gain confirmed, because {self._why_ended()}: {trial.alone}"
         if trial.alone.interval:
@@ -263,10 +295,10 @@ class Search:
             return f"undecided because {LATE if self.final.logs else self._why_ended()}: {trial.alone}"
         if self.interrupted:
             return f"not tried because {self._why_ended()}"
-        return f"not tried because {LATE if self.final.logs else 'the time was over'}"
+        return f"not tried because {LATE if self.final.logs else OVER}"
 
     def _why_ended(self) -> str:
-        return "the search was ended" if self.interrupted and self.runner.left > 0 else "the time was over"
+        return ENDED if self.interrupted and self.runner.left > 0 else OVER
 
     @property
     def _group(self) -> int:
@@ -305,10 +337,10 @@ class Search:
         return sorted(gaining, key=lambda trial: trial.alone.ratio)
 
     def _share(self, trial: Trial) -> float:
-        """The share of a step that a candidate can save: the largest is tried first."""
-        # Loading ahead hides all of the loading. Computing stays, and half precision takes about half of its time.
-        loading = 0.0 if self.facts is None else self.facts.loading
-        return loading if trial.candidate.slot == "loading" else (1.0 - loading) / 2
+        """What a candidate can save, by what is known of the step: the largest is tried first."""
+        if self.facts is None:
+            return 0.0
+        return usual_saving(trial.candidate, self.facts, self._computes_in_half or self.facts.device == "cuda")
 
     def _compare_without(self, whole: Case, trials: Sequence[Trial]) -> None:
         rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in trials)])

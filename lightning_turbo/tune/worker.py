@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from lightning_turbo.doctor.script import run_program
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from lightning_turbo.measure import Channel, Meter, SkippedError, end_process, limit_memory, open_channel, serve
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ Find: TypeAlias = Callable[[], Mapping[str, Any]]
 """Returns what was measured, or raises what says why nothing was."""
 MARGIN = 0.9  # of the memory that is free
 OUT_OF_MEMORY = "out of memory"
+LINE = 160  # characters of a message
 RANK_SECONDS = 10.0  # in which a rank ends by itself
 # Modules of torch whose errors say that a network cannot be compiled.
 TRACERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch.fx")
@@ -43,17 +47,20 @@ def measure_program(task: Mapping[str, Any], meter: Meter, report: Callable[[Fin
             that has seen enough ends this process behind it, without the handlers of the program.
     """
     made: list[Probe] = []
+    no_effect = _note_warnings()
 
     def callbacks() -> list[Any]:
         from lightning_turbo.tune import probe  # not before the script has chosen its copy of Lightning
 
-        kind = probe.WholeEpoch if task["mode"] == "epoch" else probe.Probe
-        made.append(kind(meter, task["mode"]))
+        kind = {"epoch": probe.WholeEpoch, "one batch": probe.PhaseProbe}.get(task["mode"], probe.Probe)
+        made.append(kind(meter, task["mode"], task["folder"]))
+        # Sizes are compared by rounds of whole epochs, in which all that they take is.
+        made[-1].counts_borders = bool(task["batch_size"])
         with made[-1].failing():
             return [*probe.prepare_trainer(probe.trainer_in_construction(), task, made[-1]), made[-1]]
 
     def end(status: int) -> int:
-        report(lambda: _found(made, meter, None))
+        report(lambda: {**_found(made, meter, None), "no_effect": no_effect})
         return status
 
     ending = run_program(task["program"], task["arguments"], callbacks, module=task["module"], at_end=end)
@@ -67,16 +74,32 @@ def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapp
             raise SkippedError(probe.refusal)
         error = error or probe.error
     if error is not None:
-        raise SkippedError(reason) if (reason := _why_skipped(error)) else error
+        raise SkippedError(reason) if (reason := _why_skipped(error, made)) else error
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")
-    used = next(each for each in made if each.facts)
-    return {"facts": used.facts, "losses": [loss.item() for loss in used.losses], **used.numbers}
+    return next(each for each in made if each.facts).found()
 
 
-def _why_skipped(error: BaseException) -> str:
+def _note_warnings() -> list[str]:
+    """Return a list to which each warning of this package is added that says that something has no effect."""
+    told: list[str] = []
+    show = warnings.showwarning
+
+    def note(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, NoEffectWarning):
+            told.append(textwrap.shorten(str(message), LINE, placeholder=" ..."))
+        show(message, category, *where, **more)
+
+    warnings.simplefilter("always", TurboWarning)
+    warnings.showwarning = note
+    return told
+
+
+def _why_skipped(error: BaseException, made: list[Probe]) -> str:
     """Return what to say of an error that is none of the script's; nothing for any other."""
+    if muted := next(filter(None, (probe.muted.explain(error) for probe in made)), ""):
+        return f"{muted} ({type(error).__name__}: {textwrap.shorten(str(error), LINE, placeholder=' ...')})"
     if any(type(each).__module__.startswith(TRACERS) for each in (error, error.__cause__)):
         return "torch cannot trace this network; the log has its words."
     return OUT_OF_MEMORY if _is_out_of_memory(error) else ""

@@ -1,6 +1,6 @@
 """What is said of the machine."""
 
-from lightning_turbo.measure import describe_machine
+from lightning_turbo.measure import OtherLoad, describe_machine, machine
 
 
 def test_environment_variables_that_change_times_are_named(monkeypatch):
@@ -12,3 +12,23 @@ def test_environment_variables_that_change_times_are_named(monkeypatch):
     assert "SOME_SECRET" not in facts["environment"]
     assert facts["cores"] >= 1
     assert facts["versions"]["torch"]
+
+
+def test_other_programs_are_told_in_cores_and_our_own_work_is_not(monkeypatch):
+    now, ours = [0.0], [0.0]
+    stat = iter(["cpu  100 0 50 900 10 0 0 0", "cpu  400 0 150 1900 10 0 0 0"])  # hundredths of a second
+    monkeypatch.setattr(machine.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(machine.os, "times", lambda: (ours[0], 0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: next(stat))
+    load = OtherLoad()
+    now[0], ours[0] = 4.0, 1.0
+    assert load.cores() == 0.75, "4 s of all cores, 1 s of ours, in 4 s"
+
+
+def test_a_system_that_does_not_tell_its_load_is_said_nothing_of(monkeypatch):
+    def fail(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(machine.Path, "read_text", fail)
+    assert OtherLoad().cores() is None

@@ -58,3 +58,28 @@ def test_a_process_on_a_gpu_gives_back_what_it_does_not_use_before_it_waits(monk
         order.append("step")
     turn = ["synchronise", "give back", "wait"]
     assert order == [*turn, "synchronise", "step", "synchronise", "step", *turn]
+
+
+def test_what_is_left_out_is_no_part_of_a_round(clock):
+    runner = Runner(clock, round_of(2), END)
+    made = Meter(runner, warmup=1)
+    assert made.step()
+    clock[0] += 1.0
+    assert made.step()
+    clock[0] += 50.0  # of a validation
+    made.leave_out(50.0)
+    clock[0] += 2.0
+    assert not made.step()
+    assert runner.events[1]["seconds"] == 3.0
+
+
+def test_an_order_to_go_over_a_border_lasts_until_it_is_said_to_be_over(clock):
+    runner = Runner(clock, {"order": "border"}, round_of(1), END)
+    made = Meter(runner, warmup=1)
+    assert made.step()
+    assert made.border
+    assert all(made.step() for _ in range(1000)), "as many steps as the end of the epoch is away"
+    assert made.end_border()
+    assert not made.border
+    assert not made.step()
+    assert [event["event"] for event in runner.events] == ["ready", "border", "round"]

@@ -59,3 +59,9 @@ def test_the_columns_of_a_table_stand_below_one_another():
         "| a\\|b    | 0.8     |",
         "| O1      | 12.3456 |",
     ]
+
+
+def test_ratios_may_be_of_other_times_than_those_of_steps():
+    double = {"rounds": row(2.0, 4.0)["rounds"]}
+    (log,) = log_quotients(double, row(1.0, 2.0), lambda each: {0: 3.0 if each is double else 1.0, 1: 1.0})
+    assert log == pytest.approx(math.log(3.0) / 2)

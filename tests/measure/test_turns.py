@@ -91,6 +91,16 @@ def test_each_sweep_begins_with_another_process(clock):
     assert not machine.open
 
 
+@pytest.mark.parametrize("fault", [None, "border", "border done"])
+def test_each_process_goes_over_a_border_after_its_rounds(clock, fault):
+    machine = Machine(clock, **({"b": fault} if fault else {}))
+    rows = run(machine, rounds=2, border=True)
+    assert "".join(machine.order) == "abc" + "bca" + ("ac" if fault else "abc")
+    assert [len(row["rounds"]) for row in rows.values()] == [2, 2, 2], "which is no round"
+    assert [rows[name]["status"] for name in "abc"] == ["ok", "failed" if fault else "ok", "ok"]
+    assert not machine.open
+
+
 def test_without_signals_that_hold_a_process_each_one_is_measured_by_itself(clock, monkeypatch):
     monkeypatch.setattr(turns, "CAN_HOLD", False)
     machine = Machine(clock)

@@ -21,7 +21,8 @@ class Still:
     cost, left = 1.0, 1e6
     fault, at = None, 0  # what one of its calls raises
 
-    def __init__(self, settings, candidates, interrupt, progress):
+    def __init__(self, settings, candidates, interrupt, progress, scratch):
+        assert scratch.is_dir()
         self.interrupt, self.calls = interrupt, []
         made.append(self)
 
@@ -38,7 +39,7 @@ class Still:
     def row(self, case):
         seconds = (0.0001 if case.mode == "loader" else 0.010) * 0.8 ** len(case.names)
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
-        facts = {"accumulate": 1, "lacks": ["cuda", "huge pages"], "batches": 10}
+        facts = {"accumulate": 1, "lacks": ["cuda", "huge pages", "new workers"], "batches": 10}
         return {**new_row(), "status": "ok", "rounds": rounds, "numbers": {"facts": facts, "losses": [1.0, 0.5]}}
 
     def spawn(self, case):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_turbo.tune.describe import describe_network
 from lightning_turbo.tune.pipeline import _in_words
-from lightning_turbo.tune.probe import describe_network
 
 
 @pytest.mark.parametrize(("layers", "convolutions", "norms"), [

@@ -12,7 +12,13 @@ from lightning_turbo.tune.candidates import Facts, list_candidates, select, why_
 from lightning_turbo.tune.evidence import Case, compare_losses
 from lightning_turbo.tune.search import Search
 
-NOT_HERE = ("cuda", "huge pages")
+NOT_HERE = ("cuda", "huge pages", "new workers")
+
+
+@pytest.fixture(autouse=True)
+def _plain_cpu(monkeypatch):
+    """The same order of trials on every machine."""
+    monkeypatch.setattr("lightning_turbo.tune.search.computes_in_bfloat16", lambda: False)
 
 
 PRECISION = ("bf16-mixed", "O1", "O2")
@@ -87,7 +93,7 @@ def search(machine, only=(), **options):
     ({"fused": 0.9}, ("fused",)),
     ({"fused": 0.9, "lean": 0.8, "compile": 1.3}, ("lean", "fused")),
     # The better one of a slot.
-    ({"bf16-mixed": 0.7, "O1": 0.65, "O2": 0.8}, ("O1",)),
+    ({"bf16-mixed": 0.7, "O1": 0.5, "O2": 0.8}, ("O1",)),
     # What helps alone and nothing more beside another one goes.
     ({"compile": 0.7, "lean": 0.9, ("compile", "lean"): 1 / 0.9}, ("compile",)),
     # Of two that stand in each other's way the better one stays.
@@ -182,7 +188,7 @@ def test_undecided_settings_get_further_processes_the_best_first():
     machine = Machine({"lean": 0.9, "fused": 0.96, "O1": 1.2}, noise=0.05, seconds=2000.0)
     made = search(machine, ("lean", "fused", "O1", "threads-1"))
     counts = {name: len(trial.alone.logs) for name, trial in made.trials.items()}
-    assert counts["O1"] < counts["fused"], counts
+    assert counts["O1"] < counts["threads-1"], counts
     assert all(trial.alone.decided for trial in made.trials.values())
     assert made.trials["lean"].kept
 
@@ -237,11 +243,11 @@ def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
 def test_where_the_time_is_short_what_was_not_tried_is_no_proof_that_nothing_helps():
     class Lucky(Machine):
         def seconds(self, case):
-            return super().seconds(case) * (0.8 if case.names == ("lean",) and len(self.calls) == 3 else 1.0)
+            return super().seconds(case) * (0.8 if case.names == ("channels-last",) and len(self.calls) == 3 else 1.0)
 
-    made = search(Lucky({"lean": 1.05}, noise=0.01, cost=8.0, seconds=150.0))
-    assert made.verdict.startswith("nothing is recommended: 6 of 25 settings were not tried, for want of time; ")
-    assert made.verdict.endswith("the last comparison did not confirm lean")
+    made = search(Lucky({"channels-last": 1.05}, noise=0.01, cost=8.0, seconds=150.0))
+    assert made.verdict.startswith("nothing is recommended: 6 of 27 settings were not tried, for want of time; ")
+    assert made.verdict.endswith("the last comparison did not confirm channels-last")
 
 
 def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tried():
@@ -251,7 +257,7 @@ def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tr
     assert made.trials["fused"].why == "not tried because the time that was left was needed to confirm a gain"
 
 
-@pytest.mark.parametrize(("one_batch", "first"), [(0.009, "lean"), (0.0055, "prefetch"), (0.003, "prefetch")])
+@pytest.mark.parametrize(("one_batch", "first"), [(0.009, "channels-last"), (0.0055, "prefetch"), (0.003, "prefetch")])
 def test_what_can_save_most_is_tried_first(one_batch, first):
     machine = Machine({}, step=(0.010, one_batch, 0.010 - one_batch))
     search(machine)
@@ -260,13 +266,13 @@ def test_what_can_save_most_is_tried_first(one_batch, first):
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 15])
 def test_ctrl_c_keeps_what_was_measured(stop):
-    machine = Machine({"lean": 0.7, "fused": 0.8}, noise=0.01, stop=stop)
+    machine = Machine({"channels-last": 0.7, "fused": 0.8}, noise=0.01, stop=stop)
     made = search(machine)
     assert made.interrupted
     assert made.chosen.names == ()
     ended, _, best = made.verdict.partition("; the best so far is ")
     assert ended == "nothing is recommended: the search was ended before the last comparison"
-    assert best.startswith("lean: 1.4") == (stop > 2)
+    assert best.startswith("channels-last: 1.4") == (stop > 2)
     assert not any("the time" in trial.why for trial in made.trials.values())
     assert (made.facts is not None) == (stop > 1)
     assert sum(bool(trial.alone.logs) for trial in made.trials.values()) >= 4 * (stop > 2)

@@ -54,7 +54,15 @@ IN_STEP = ["written in a step"]
 def ends(mode="step", step="pass", arguments="", names=(), order="end"):
     """Measure the script in a child, and return what it reported, its exit status, and the files that it left."""
     Path("train.py").write_text(textwrap.dedent(SCRIPT).replace("STEP", step).replace("ARGUMENTS", arguments))
-    task = {"program": "train.py", "module": False, "arguments": [], "mode": mode, "ranks": 1, "batch_size": 0}
+    task = {
+        "program": "train.py",
+        "module": False,
+        "arguments": [],
+        "mode": mode,
+        "ranks": 1,
+        "batch_size": 0,
+        "folder": "written",
+    }
     task["settings"] = dataclasses.asdict(combine(TABLE[name] for name in names))
     orders = iter([{"order": "round", "lead": 2, "steps": 4}, {"order": order}])
 

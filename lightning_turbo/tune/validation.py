@@ -1,0 +1,79 @@
+"""The time of a validation: of a few of its batches, projected to its length, or of all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_turbo._replaced import ReplacedMethod
+from lightning_turbo.measure import Meter
+
+__all__ = ["TimedValidation"]
+
+
+class TimedValidation:
+    """Times each validation of a fit, and leaves that time out of the steps around it.
+
+    A short one takes one batch more than a loader has worker processes, at least two: the first batches of all workers
+    come together, and how far the next one is behind the first tells how many come in a second. What is left out counts
+    as long as these. The probe of a Trainer makes it, and it lasts as long as the process.
+
+    Args:
+        loop: Lightning's loop of validation within ``fit``.
+        meter: Of the steps.
+        whole: Whether all batches are validated.
+    """
+
+    def __init__(self, loop: Any, meter: Meter, *, whole: bool) -> None:
+        self.loop = loop
+        self.meter = meter
+        self.sanity: list[float] = []  # seconds of sanity checks, as long as a validation would take
+        self.seconds: list[float] = []  # of validations, as long as a whole one takes
+        self.since_step = 0.0  # seconds that really passed in validations since the probe last asked
+        self._lengths: list[float] = []  # batches of each loader that the script validates
+        self._ends: dict[int, list[float]] = {}  # times of the ends of batches, by their loader
+        if not whole:
+            ReplacedMethod(loop, "setup_data", self._shorten)
+        ReplacedMethod(loop, "run", self._time)
+
+    def end_batch(self, loader: int) -> None:
+        """Note the end of a batch."""
+        self.meter.synchronise()
+        self._ends.setdefault(loader, []).append(time.perf_counter())
+
+    def _shorten(self, set_up: Callable[[], None]) -> None:
+        before = self.loop._max_batches
+        set_up()
+        # Lightning makes a new list where it asks for the loaders, and keeps that of before elsewhere.
+        if self.loop._max_batches is not before:
+            self._lengths = list(self.loop._max_batches)
+            loaders = self.loop._combined_loader.flattened
+            self.loop._max_batches = [
+                min(length, 1 + max(1, getattr(loader, "num_workers", 0)))
+                for length, loader in zip(self._lengths, loaders, strict=True)
+            ]
+
+    def _time(self, run: Callable[[], Any]) -> Any:
+        self.meter.synchronise()
+        begun = time.perf_counter()
+        self._ends = {}
+        result = run()
+        self.meter.synchronise()
+        took = time.perf_counter() - begun
+        self.meter.leave_out(took)
+        self.since_step += took
+        if self._ends:
+            found = self.sanity if self.loop.trainer.sanity_checking else self.seconds
+            found.append(took + self._left_out(begun))
+        return result
+
+    def _left_out(self, begun: float) -> float:
+        """Return how long the batches would take that are left out."""
+        total = 0.0
+        for loader, ends in self._ends.items():
+            each = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] - begun
+            length = self._lengths[loader] if loader < len(self._lengths) else 0.0
+            if length != float("inf"):
+                total += max(0.0, length - len(ends)) * each
+        return total
