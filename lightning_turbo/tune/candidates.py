@@ -189,14 +189,22 @@ def usual_saving(candidate: Candidate, facts: Facts, computes_in_half: bool) -> 
         return facts.loading * facts.step_ms
     if candidate.name == "lean":
         return LIGHTNING_MS
-    computing = (1.0 - facts.loading) * facts.step_ms
-    optimizer = 1e3 * facts.phases.get("optimizer", 0.0) or 0.1 * computing
-    network = 1e3 * (facts.phases.get("forward", 0.0) + facts.phases.get("backward", 0.0)) or 0.9 * computing
     name = next((each for each in USUAL if candidate.name.startswith(each)), "")
     phase, share = USUAL.get(name, ("step", 0.02))
     if candidate.slot == "precision" and not computes_in_half:
         share *= WITHOUT_INSTRUCTIONS
-    return share * {"optimizer": optimizer, "network": network, "step": computing}[phase]
+    return share * _phase_ms(phase, facts)
+
+
+def _phase_ms(phase: str, facts: Facts) -> float:
+    """Return the milliseconds of a part of the step; where its phases were not timed, the network takes nine tenths."""
+    computing = (1.0 - facts.loading) * facts.step_ms
+    if phase == "step":
+        return computing
+    if not facts.phases:
+        return (0.1 if phase == "optimizer" else 0.9) * computing
+    names = ("optimizer",) if phase == "optimizer" else ("forward", "backward")
+    return 1e3 * sum(facts.phases.get(name, 0.0) for name in names)
 
 
 LOADING = ("loading", "dataloader")
