@@ -273,4 +273,4 @@ def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:
     for name, value, least in (("warmup", warmup, 1), ("timed", timed, 1), ("watched", watched, 2)):
         expect(is_whole(value, -sys.maxsize), name, value, "a number of steps", TypeError)
         fits = value >= least or (name, value) == ("watched", 0)
-        expect(fits, name, value, f"{least} steps or more{', or 0' * (least == 2)}")
+        expect(fits, name, value, f"{least} steps or more{', or 0' if name == 'watched' else ''}")

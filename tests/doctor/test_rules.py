@@ -155,6 +155,7 @@ CASES = {
         (replace(CUDA, loader=replace(LOADER, pin_memory=True), batch=8 * MIB), None),
         (replace(CUDA, loader=LOADER, batch=8 * MIB, objects=31), "warning"),
         (replace(CUDA, loader=LOADER, batch=8 * MIB, objects=32), None),
+        (replace(CUDA, loader=replace(LOADER, prefetches=True), batch=8 * MIB, objects=32), "warning"),
         (replace(CPU, loader=LOADER, batch=8 * MIB), None),
     ],
     "persistent-workers": [
@@ -199,6 +200,7 @@ CASES = {
         (replace(CPU, objects=32, loader=replace(LOADER, workers=2)), "info"),
         (replace(CPU, phases=SLOW, objects=31, loader=replace(LOADER, workers=2)), None),
         (replace(CPU, phases=SLOW, objects=32, loader=LOADER), None),  # nothing crosses
+        (replace(CPU, phases=SLOW, objects=32, loader=replace(LOADER, workers=2, prefetches=True)), None),
     ],
     "bias-before-norm": [(replace(CPU, biases=(Part(name="net.0", site=SITE),)), "info"), (CPU, None)],
     "waits-without-computing": [

@@ -94,8 +94,9 @@ def _workers(facts: Facts) -> Iterator[Hit]:
 @rule("pin-memory", "device-prefetch", "DataLoader(pin_memory=True).")
 def _pin_memory(facts: Facts) -> Iterator[Hit]:
     loader, size = facts.loader, facts.batch
-    # One thread pins all of them, one by one, which costs more than it saves where they are many.
-    if facts.cuda and loader.standard and not loader.pin_memory and facts.objects < MANY:
+    # One thread pins all of them, one by one, which costs more than it saves where they are many and in no buffer.
+    few = facts.objects < MANY or loader.prefetches
+    if facts.cuda and loader.standard and not loader.pin_memory and few:
         what = f"pin_memory=False with batches of {size / 2**20:.1f} MiB"
         cost = f"part of {facts.phases.get('copy', 0.0) * 1e3:.2f} ms of copying a step (measured)"
         yield Hit(what, loader.site, cost, "warning" if size >= LARGE else "info")
@@ -103,14 +104,15 @@ def _pin_memory(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "many-objects",
-    "worker-tuning",
-    "Put what the samples have into few tensors: a collate_fn that concatenates them, with one tensor of their "
-    "lengths, or a batch of one tensor a field.",
+    "background-prefetch",
+    "Prefetch() in the Trainer's callbacks, or PrefetchLoader, hands small tensors over in one buffer. Or put what the "
+    "samples have into few tensors: a collate_fn that concatenates them, with one tensor of their lengths.",
     by_time=True,
 )
 def _many_objects(facts: Facts) -> Iterator[Hit]:
     loader = facts.loader
-    if loader.workers and facts.objects >= MANY:
+    # The small tensors of a PrefetchLoader's batch cross in one buffer.
+    if loader.workers and facts.objects >= MANY and not loader.prefetches:
         what = (
             f"each batch crosses from worker to trainer as {facts.objects} tensors, each with a file descriptor and a "
             "segment of shared memory of its own"

@@ -63,7 +63,7 @@ def _starts_again(loader: Loader) -> bool:
     "slow-first-batch",
     "worker-tuning",
     "Look at what the sampler, the dataset's __iter__ and worker_init_fn do as an epoch begins, and do it once. "
-    "Datasets that are pickled to the workers should hold arrays in place of long lists.",
+    "Datasets that are pickled to the workers should hold arrays in place of long lists, or load by PrefetchLoader.",
 )
 def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
     # Of worker processes that start again the rule on them tells.
