@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,9 @@ class Listener:
         """What had begun was no step: its batch was fetched ahead, or an error came."""
 
 
+EVENTS = [name for name in vars(Listener) if not name.startswith("_")]
+
+
 class FitClock:
     """Knows where a fit, an epoch, a step and a phase begin and end, and tells its listeners; nothing else knows.
 
@@ -163,7 +166,7 @@ class FitClock:
         self.step = 0  # of those that are over
         self.has_border = False  # whether the first batch of a second epoch was fetched
         self._guard = guard
-        self._listeners: tuple[Listener, ...] = ()
+        self._told: dict[str, tuple[Callable[..., None], ...]] = {}  # event -> methods of the listeners
         self._replaced: list[ReplacedMethod] = []
         self._stack: list[tuple[str, Moment]] = []  # open actions, with their names as Lightning has them
         self._gap = Moment("set-up", "hooks")  # what runs while no action is open
@@ -179,7 +182,7 @@ class FitClock:
 
     def begin(self, trainer: Any, listeners: Sequence[Listener]) -> None:
         """Begin with a Trainer whose fit begins."""
-        self._listeners = tuple(listeners)
+        self.subscribe(listeners)
         profiler: Any = trainer.profiler
         self._replaced = [
             ReplacedMethod(profiler, "start", self._on_start),
@@ -193,12 +196,16 @@ class FitClock:
         self._tell("begin_fit")
         self._tell("enter", self.moment, None)
 
+    def subscribe(self, listeners: Sequence[Listener]) -> None:
+        """Tell these listeners from now on, and no others."""
+        self._told = {event: _methods_of(event, listeners) for event in EVENTS}
+
     def stop(self) -> None:
         """Stop telling, and put the methods back."""
         for each in self._replaced:
             each.put_back()
         self._replaced = []
-        self._listeners = ()
+        self._told = {}
 
     def _on_start(self, start: Any, action: str) -> Any:
         result = start(action)
@@ -212,7 +219,7 @@ class FitClock:
 
     def start(self, action: str) -> None:
         """An action begins."""
-        if not self._listeners:
+        if not self._told:
             return
         hook = action.rpartition(".")[2]
         before = None
@@ -231,7 +238,7 @@ class FitClock:
 
     def end(self, action: str) -> None:
         """An action ends."""
-        if not self._listeners:
+        if not self._told:
             return
         names, hook = [name for name, _ in self._stack], action.rpartition(".")[2]
         # Actions that an exception left open end with the one around them.
@@ -357,9 +364,15 @@ class FitClock:
         return "validation start" if is_first else "validation"
 
     def _tell(self, event: str, *given: Any) -> None:
-        ends = event in ("end_step", "drop_step")
-        for each in reversed(self._listeners) if ends else self._listeners:
-            self._guard.run(getattr(each, event), *given)
+        # Whoever calls the clock does so by its guard, which an error of a listener reaches.
+        for method in self._told.get(event, ()):
+            method(*given)
+
+
+def _methods_of(event: str, listeners: Sequence[Listener]) -> tuple[Callable[..., None], ...]:
+    """Return what to call at an event, in its order: the methods of those listeners that do something then."""
+    methods = [getattr(each, event) for each in listeners if getattr(type(each), event) is not getattr(Listener, event)]
+    return tuple(reversed(methods) if event in ("end_step", "drop_step") else methods)
 
 
 class _Told:

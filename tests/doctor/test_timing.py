@@ -23,7 +23,7 @@ class Told:
         self.now = 0.0
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
         self.clock, self.steps = FitClock(Guard(lambda: None)), StepTiming(plan)
-        self.clock._listeners = (self.steps,)
+        self.clock.subscribe([self.steps])
         self.clock.start("run_training_epoch")
 
     def run(self, action, *inside):
