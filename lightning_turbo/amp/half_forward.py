@@ -256,12 +256,15 @@ class HalfForward:
         return self._call
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
-        """Return the modules from ``root`` downwards whose own tensors are cast."""
-        modules, waiting = [], [root]
+        """Return the modules from ``root`` downwards whose own tensors are cast, each once."""
+        modules: list[nn.Module] = []
+        waiting, seen = [root], set()
         while waiting:
             module = waiting.pop()
-            if module in self._kept or module in self._left_alone:
+            # A module may stand at several places.
+            if module in seen or module in self._kept or module in self._left_alone:
                 continue
+            seen.add(module)
             waiting += [child for child in module._modules.values() if child is not None]
             if not (self.keep_batchnorm_fp32 and is_affine_batch_norm(module)):
                 modules.append(module)

@@ -17,8 +17,14 @@ from lightning_turbo.errors import AmpUsageError
 __all__ = ["find_kept", "find_left_alone", "has_sparse_gradients", "needs_float32"]
 
 # By package and class, because none of the packages has to be installed: what computes with positions in an image,
-# which in half precision err by whole voxels, and what convolves with a buffer.
-_KINDS = {("monai", "Warp"), ("monai", "DVF2DDF"), ("torchvision", "RAFT"), ("timm", "BlurPool2d")}
+# which in half precision err by whole voxels; what casts to float32 itself; and what convolves with a buffer.
+_KINDS = {
+    ("monai", "DVF2DDF"),
+    ("monai", "EMAQuantizer"),
+    ("monai", "Warp"),
+    ("timm", "BlurPool2d"),
+    ("torchvision", "RAFT"),
+}
 
 
 def find_kept(models: Iterable[nn.Module], keep_fp32_modules: Iterable[str | type[nn.Module]]) -> list[nn.Module]:

@@ -31,6 +31,18 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
+class Repeated(nn.Module):
+    """Has a module at several places."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.before, self.after = nn.Sequential(self.layer, norm), nn.Sequential(norm, self.layer)
+
+    def forward(self, x):
+        return self.after(self.before(x))
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -60,6 +72,7 @@ NETWORKS = {
     "layers": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
     "tied": Tied,
     "recurrent": Recurrent,
+    "a module at several places": Repeated,
     "with a state of its own": lambda: WithState(4, 4),
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
     "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import math
 import types
 import weakref
 
@@ -11,71 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, ApexGradScaler
-from lightning_turbo.errors import TurboWarning
-from lightning_turbo.plugins import nonfinite
-from lightning_turbo.plugins.nonfinite import NonFiniteError
-from tests.trainers import quiet_trainer
-
-LEVELS = ("O0", "O1", "O2", "O3")
-HALVES = (torch.bfloat16, torch.float16)
-
-
-class Net(pl.LightningModule):
-    """Written for float32: batch norm, a frozen and an unused layer, a loss and a metric as children."""
-
-    def __init__(self, optimizer=None, poison=()):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-        )  # fmt: skip
-        self.head = nn.Linear(16, 4)
-        self.unused = nn.Linear(2, 2)
-        self.frozen = nn.Linear(4, 4)
-        self.frozen.requires_grad_(False)
-        self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.1, 1.2, 1.3]))
-        self.make_optimizer = optimizer or (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
-        self.poison = set(poison)
-        self.losses, self.seen = [], {}
-
-    def forward(self, x):
-        return self.frozen(self.head(self.net(x)))
-
-    def training_step(self, batch, index):
-        x, y = batch
-        out = self(x)
-        loss = self.criterion(out, y)
-        self.losses.append(float(loss.detach()))
-        self.seen.update(out=out.dtype, loss=loss.dtype, x=x.dtype)
-        if index in self.poison:
-            loss = loss * math.inf
-        return loss
-
-    def validation_step(self, batch, index):
-        self.seen["val_out"] = self(batch[0]).dtype
-
-    test_step = validation_step
-
-    def predict_step(self, batch, index):
-        return self(batch[0])
-
-    def configure_optimizers(self):
-        return self.make_optimizer(list(self.parameters()))
-
-
-def batches(n=128, size=16):
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 1, 6, 6, generator=g)
-    y = (x.mean((1, 2, 3)) > 0).long() + 2 * (x[:, 0, 0, 0] > 0).long()
-    return DataLoader(TensorDataset(x, y), batch_size=size)
-
-
-def trainer(*plugins, **flags):
-    return quiet_trainer(plugins=list(plugins), **{"max_epochs": 1, **flags})
-
+from tests.plugins.classifier import HALVES, LEVELS, Net, batches, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -188,59 +126,6 @@ def test_inputs_of_another_dtype_are_brought_to_the_models(level, given):
     assert model.seen["x"] is (torch.float32 if level == "O0" else given)
 
 
-class Broken(Net):
-    def forward(self, x):
-        return self.frozen(self.head(self.net(x) / 0.0))
-
-
-class BrokenSparse(Net):
-    """Its first infinite values are those of a sparse tensor."""
-
-    class Sparse(nn.Module):
-        def forward(self, x):
-            return (x / 0.0).to_sparse()
-
-    def __init__(self):
-        super().__init__()
-        self.sparse = self.Sparse()
-
-    def forward(self, x):
-        return self.head(self.sparse(self.net(x)).to_dense())
-
-
-class BrokenAlone(pl.LightningModule):
-    """Has no module in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x.sum() * self.weight / 0.0
-
-    def training_step(self, batch, index):
-        return self(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def fused(params):
-    return torch.optim.SGD(params, lr=0.1, fused=True)
-
-
-@pytest.mark.parametrize(("module", "where"), [
-    (Broken(), r"'head' \(Linear\)"), (Broken(fused), r"'head' \(Linear\)"), (BrokenAlone(), r"'' \(BrokenAlone\)"),
-    (BrokenSparse(), r"'sparse' \(Sparse\)"),
-], ids=["plain", "fused", "alone", "sparse"])  # fmt: skip
-def test_a_run_that_only_overflows_ends_with_the_step_and_the_module(module, where, monkeypatch):
-    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 5)
-    monkeypatch.setattr(nonfinite, "LIMIT", 4)
-    said = rf"4 and more optimizer steps in a row were skipped.* at step 13\. First .* of module {where}"
-    with pytest.raises(NonFiniteError, match=said):
-        trainer(ApexAMP("O1", dtype=torch.float16), max_epochs=4).fit(module, batches())
-
-
 def test_optimizers_that_a_run_replaces_are_let_go():
     made = weakref.WeakSet()
 
@@ -257,26 +142,6 @@ def test_optimizers_that_a_run_replaces_are_let_go():
             assert len(made) <= 2
 
     trainer(ApexAMP("O2", dtype=torch.bfloat16), max_epochs=5).fit(Restarting(), batches())
-
-
-def test_one_overflow_ends_no_run(monkeypatch):
-    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 1)
-    monkeypatch.setattr(nonfinite, "LIMIT", 2)
-    module = Net(poison=[2, 5])
-    trainer(ApexAMP("O1", dtype=torch.float16)).fit(module, batches())
-    assert len(module.losses) == 8
-    assert not module.head._forward_hooks
-
-
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])  # which releases gradients in the step
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(level, strategy, monkeypatch):
-    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 2)
-    monkeypatch.setattr(nonfinite, "LIMIT", 4)
-    said = r"4 and more optimizer steps in a row were made with inf or NaN.*: the output of module '(net\.0|head)'"
-    with pytest.warns(TurboWarning, match=said) as caught:
-        trainer(ApexAMP(level, dtype=torch.bfloat16), max_epochs=2, strategy=strategy).fit(Broken(), batches())
-    assert sum(warning.category is TurboWarning for warning in caught) == 1
 
 
 def test_lbfgs_is_refused_with_a_scaler_and_taken_at_o0():

@@ -1,0 +1,390 @@
+"""``python -m benchmarks networks``: what O1, O2 and O3 do to networks of other packages, beside ``bf16-mixed``.
+
+Each network is small, has random weights and learns one batch by heart, in float32, under Lightning's ``bf16-mixed``
+and under each level. The table has the loss after the last step, in per cent of float32's, and says where a run failed,
+warned, left something in the module, or where a copy or a pickle made in it is not the plain float32 network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.training import LightningModule, Trainer
+from lightning_turbo import ApexAMP
+from lightning_turbo.errors import TurboWarning
+from lightning_turbo.measure import describe_machine, markdown_table, print_lines
+
+__all__ = ["NETWORKS", "Network", "main", "train"]
+
+STEPS = 8
+WAYS = ("float32", "bf16-mixed", "O1", "O2", "O3")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+
+
+class Network(NamedTuple):
+    """A network of another package, and how a step calls it."""
+
+    package: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+
+
+def _of(path: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Return what makes an object of the class or function at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return lambda: getattr(importlib.import_module(module), name)(**settings)
+
+
+def _hugging(kind: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        transformers = importlib.import_module("transformers")
+        return getattr(transformers, kind)(getattr(transformers, config)(**settings))
+
+    return make
+
+
+def _images(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape)
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _regress(net: nn.Module, batch: Tensor) -> Tensor:
+    """The mean of the squared distance to one value for each channel."""
+    output = _first(net(batch)).float()
+    goal = torch.linspace(-1, 1, output.shape[1]).reshape(-1, *[1] * (output.ndim - 2))
+    return (output - goal).square().mean()
+
+
+def _denoise(net: nn.Module, batch: Tensor) -> Tensor:
+    return (net(batch, torch.tensor([3, 700])).float() - batch).square().mean()
+
+
+def _register(net: nn.Module, batch: Tensor) -> Tensor:
+    warped, field = net(batch[:, :1], batch[:, 1:])
+    return (warped.float() - batch[:, 1:]).square().mean() + 0.01 * field.float().square().mean()
+
+
+def _quantize(net: nn.Module, batch: Tensor) -> Tensor:
+    output, commitment = net(batch)
+    return (output.float() - batch).square().mean() + commitment.float()
+
+
+def _detect(net: nn.Module, batch: Tensor) -> Tensor:
+    target = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    losses = net(list(batch), [target] * len(batch))
+    return torch.stack([loss.float() for loss in losses.values()]).sum()
+
+
+def _flow(net: nn.Module, batch: Tensor) -> Tensor:
+    return net(batch, batch.roll(3, -1), num_flow_updates=2)[-1].float().sub(3.0).abs().mean()
+
+
+def _words(net: Any, ids: Tensor) -> Tensor:
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if net.config.is_encoder_decoder else {})}
+    return nn.functional.cross_entropy(net(**inputs).logits.float().flatten(0, 1), ids.flatten())
+
+
+def _token_ids() -> Tensor:
+    return torch.randint(0, 96, (2, 48))
+
+
+_SPATIAL = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+_MONAI = "monai.networks.nets."
+_TEXT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_DETECTION = {"weights": None, "weights_backbone": None, "num_classes": 3, "min_size": 64, "max_size": 64}
+
+NETWORKS = {
+    "UNet": Network(
+        "monai",
+        _of(_MONAI + "UNet", **_SPATIAL, channels=(4, 8, 16), strides=(2, 2)),
+        _images(2, 1, 16, 16, 16),
+        _regress,
+    ),
+    "SegResNet": Network(
+        "monai", _of(_MONAI + "SegResNet", **_SPATIAL, init_filters=8), _images(1, 1, 16, 16, 16), _regress
+    ),
+    "DynUNet": Network(
+        "monai",
+        _of(
+            _MONAI + "DynUNet",
+            **_SPATIAL,
+            kernel_size=[3, 3, 3],
+            strides=[1, 2, 2],
+            upsample_kernel_size=[2, 2],
+            filters=[4, 8, 16],
+        ),
+        _images(2, 1, 16, 16, 16),
+        _regress,
+    ),
+    "AttentionUnet": Network(
+        "monai",
+        _of(_MONAI + "AttentionUnet", **_SPATIAL, channels=(4, 8), strides=(2,)),
+        _images(2, 1, 16, 16, 16),
+        _regress,
+    ),
+    "UNETR": Network(
+        "monai",
+        _of(
+            _MONAI + "UNETR",
+            in_channels=1,
+            out_channels=2,
+            img_size=32,
+            feature_size=4,
+            hidden_size=24,
+            mlp_dim=48,
+            num_heads=4,
+        ),
+        _images(1, 1, 32, 32, 32),
+        _regress,
+    ),
+    "SwinUNETR": Network(
+        "monai",
+        _of(_MONAI + "SwinUNETR", in_channels=1, out_channels=2, spatial_dims=2, feature_size=12),
+        _images(1, 1, 64, 64),
+        _regress,
+    ),
+    "DenseNet121": Network(
+        "monai",
+        _of(_MONAI + "DenseNet121", spatial_dims=2, in_channels=1, out_channels=3),
+        _images(4, 1, 32, 32),
+        _regress,
+    ),
+    "VoxelMorph": Network("monai", _of(_MONAI + "VoxelMorph"), _images(1, 2, 32, 32, 32), _register),
+    "DiffusionModelUNet": Network(
+        "monai",
+        _of(
+            _MONAI + "DiffusionModelUNet",
+            spatial_dims=2,
+            in_channels=1,
+            out_channels=1,
+            channels=(8, 16),
+            num_res_blocks=1,
+            attention_levels=(False, True),
+            norm_num_groups=4,
+            num_head_channels=8,
+        ),
+        _images(2, 1, 16, 16),
+        _denoise,
+    ),
+    "VQVAE": Network(
+        "monai",
+        _of(
+            _MONAI + "VQVAE",
+            spatial_dims=2,
+            in_channels=1,
+            out_channels=1,
+            channels=(8, 8),
+            num_res_channels=8,
+            num_res_layers=1,
+            downsample_parameters=((2, 4, 1, 1),) * 2,
+            upsample_parameters=((2, 4, 1, 1, 0),) * 2,
+            num_embeddings=16,
+            embedding_dim=8,
+        ),
+        _images(2, 1, 16, 16),
+        _quantize,
+    ),
+    "resnet18": Network(
+        "timm", _of("timm.create_model", model_name="resnet18", num_classes=3), _images(4, 3, 64, 64), _regress
+    ),
+    "resnetblur50": Network(
+        "timm", _of("timm.create_model", model_name="resnetblur50", num_classes=3), _images(2, 3, 64, 64), _regress
+    ),
+    "efficientnet_b0": Network(
+        "timm",
+        _of("timm.create_model", model_name="efficientnet_b0", num_classes=3, drop_rate=0.0),
+        _images(4, 3, 64, 64),
+        _regress,
+    ),
+    "convnext_atto": Network(
+        "timm", _of("timm.create_model", model_name="convnext_atto", num_classes=3), _images(2, 3, 64, 64), _regress
+    ),
+    "swin_tiny": Network(
+        "timm",
+        _of(
+            "timm.create_model",
+            model_name="swin_tiny_patch4_window7_224",
+            img_size=56,
+            embed_dim=24,
+            depths=(2, 2),
+            num_heads=(2, 4),
+            num_classes=3,
+        ),
+        _images(2, 3, 56, 56),
+        _regress,
+    ),
+    "eva02_tiny": Network(
+        "timm",
+        _of("timm.create_model", model_name="eva02_tiny_patch14_224", img_size=56, depth=2, num_classes=3),
+        _images(2, 3, 56, 56),
+        _regress,
+    ),
+    "retinanet_resnet50_fpn": Network(
+        "torchvision",
+        _of("torchvision.models.detection.retinanet_resnet50_fpn", **_DETECTION),
+        lambda: torch.rand(2, 3, 64, 64),
+        _detect,
+    ),
+    "raft_small": Network(
+        "torchvision", _of("torchvision.models.optical_flow.raft_small"), lambda: torch.rand(1, 3, 128, 128), _flow
+    ),
+    "LlamaForCausalLM": Network(
+        "transformers", _hugging("LlamaForCausalLM", "LlamaConfig", **_TEXT, intermediate_size=64), _token_ids, _words
+    ),
+    "T5ForConditionalGeneration": Network(
+        "transformers",
+        _hugging(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            vocab_size=96,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+        ),
+        _token_ids,
+        _words,
+    ),
+}
+
+
+class _Learner(LightningModule):
+    """Learns one batch, and makes a copy and a pickle of the network in the run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.case = NETWORKS[name]
+        self.net, self.given = self.case.make(), self.case.batch()
+        self.losses: list[float] = []
+        self.copies: list[nn.Module] = []
+        self.pickled = b""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        """Return the loss of the one batch, with the random numbers of the first step."""
+        torch.manual_seed(1)
+        loss = self.case.loss(self.net, self.given)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_start(self) -> None:
+        """Copy and pickle the network, before a call leaves in it what nobody can copy."""
+        file = io.BytesIO()
+        torch.save(self.net, file)
+        self.pickled = file.getvalue()
+        self.copies = [copy.deepcopy(self.net), torch.load(io.BytesIO(self.pickled), weights_only=False)]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Train all weights by Adam."""
+        return torch.optim.Adam(self.net.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        """Yield a number for each step."""
+        return torch.utils.data.DataLoader(range(STEPS))  # type: ignore[arg-type]
+
+
+class Outcome(NamedTuple):
+    """What a run ended with: its last loss, and what was wrong or worth a word."""
+
+    loss: float
+    notes: list[str]
+
+
+def train(name: str, way: str) -> Outcome:
+    """Train a network in one of the ``WAYS``."""
+    how: dict[str, Any] = {"precision": {"float32": "32-true"}.get(way, way)}
+    if way.startswith("O"):
+        how = {"plugins": [ApexAMP(way, dtype=torch.bfloat16)]}  # type: ignore[arg-type]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            learner = _Learner(name)
+            hooks = _hooks_of(learner.net)
+            trainer = Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, **quiet, **how)
+            trainer.fit(learner)
+    except Exception as error:  # which the table tells
+        return Outcome(float("nan"), [f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"])
+    notes = sorted({str(each.message).partition(" ")[0] + " warned" for each in said if each.category is TurboWarning})
+    return Outcome(learner.losses[-1], [*notes, *_problems(learner, hooks)])
+
+
+def _problems(learner: _Learner, hooks: list[int]) -> Iterator[str]:
+    if not learner.losses[-1] < learner.losses[0]:
+        yield f"does not learn ({learner.losses[0]:.3g} to {learner.losses[-1]:.3g})"
+    if {tensor.dtype for tensor in learner.net.state_dict().values() if tensor.is_floating_point()} != {torch.float32}:
+        yield "leaves half tensors"
+    if _hooks_of(learner.net) != hooks:
+        yield "leaves hooks"
+    if b"lightning_turbo" in learner.pickled:
+        yield "a pickle names this package"
+    for twin in learner.copies:
+        if _hooks_of(twin) != hooks or any(p.dtype is not torch.float32 for p in twin.parameters()):
+            yield "a copy is not the float32 network"
+
+
+def _hooks_of(net: nn.Module) -> list[int]:
+    return [len(getattr(part, kind)) for part in net.modules() for kind in HOOKS]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train networks of MONAI, timm, torchvision and transformers at O1, O2 and O3, and write a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks networks", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NETWORK", help=f"{', '.join(NETWORKS)} (default: all installed)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes; default: nowhere")
+    asked = parser.parse_args(arguments)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    lines, absent = [], []
+    for name in asked.names or NETWORKS:
+        package = NETWORKS[name].package
+        if importlib.util.find_spec(package) is None:
+            absent.append(name)
+            continue
+        outcomes = {way: train(name, way) for way in WAYS}
+        right = outcomes["float32"].loss
+        cells = [f"{100 * outcomes[way].loss / right:.1f}" for way in WAYS[1:]]
+        notes = [f"{way}: {note}" for way, outcome in outcomes.items() for note in outcome.notes]
+        lines.append([f"`{name}`", package, f"{right:.4g}", *cells, "; ".join(notes)])
+        print_lines(" | ".join(lines[-1]))
+    columns = ["Network", "Package", "Loss in float32", *(f"{way}, %" for way in WAYS[1:]), "Told"]
+    table = markdown_table(columns, lines)
+    if asked.out is not None:
+        asked.out.write_text("\n".join([*_head(absent), *table, ""]))
+    print_lines("", *table)
+    return 0
+
+
+def _head(absent: list[str]) -> list[str]:
+    machine = describe_machine("cpu")
+    packages = {NETWORKS[name].package for name in NETWORKS if name not in absent}
+    versions = ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in ("torch", *sorted(packages)))
+    lines = [
+        "# Networks of other packages at O1, O2 and O3",
+        "",
+        f"Command, on {date.today()}: `python -m benchmarks networks --out FILE`.",
+        f"{machine['processor']}, {machine['cores']} cores, {versions}.",
+        "",
+        f"Small networks with random weights learn one batch in {STEPS} steps of Adam. The columns have the last",
+        "loss in per cent of float32's, with bfloat16. After each run the module is float32 and has no hook of this",
+        "package, and the copy and the pickle that were made in it are the plain float32 network, or it is told.",
+        "",
+    ]
+    return [*lines, *([f"Not installed: {', '.join(absent)}.", ""] if absent else [])]

@@ -1,0 +1,160 @@
+"""What a step finds at O3, whose weights are half outside of calls too, beside O2."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo import ApexAMP, amp
+from tests.integration.regression import Regression, apart, fit
+
+
+def initialized(net, level="O2", **settings):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    settings |= {"dtype": torch.bfloat16, "verbosity": 0, "loss_scale": 1.0}
+    return amp.initialize(net, optimizer, opt_level=level, **settings)
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    yield
+    amp.shutdown()
+
+
+class Own(Regression):
+    """Its step uses a weight of its own, calls forward by its name, or through a wrapper."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.full((1, 1), 0.5))
+        if way == "wrapped":
+            plain = self.net.forward
+            self.net.forward = lambda x: plain(x)
+
+    def loss(self, batch):
+        run = {"own": self.net, "forward": self.net[0].forward, "layers": self.net.forward, "wrapped": self.net}[
+            self.way
+        ]
+        out = run(batch[0]) if self.way != "forward" else self.net[2].forward(torch.tanh(run(batch[0])))
+        return nn.functional.mse_loss((out @ self.weight).float(), batch[1].float())
+
+
+@pytest.mark.parametrize("way", ["own", "forward", "layers", "wrapped"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_step_uses_weights_outside_of_calls(way, level):
+    wanted, true = fit(Own(way)), fit(Own(way), precision="bf16-true")
+    limit = 0.06 if level == "O2" else max(0.06, 1.5 * apart(true, wanted, Own(way)))
+    assert apart(fit(Own(way), ApexAMP(level)), wanted, Own(way)) < limit
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.Bilinear(4, 4, 4)])
+def test_at_o3_a_layer_that_autocast_leaves_alone_is_called_and_not_its_forward(layer, by_name):
+    class Model(Regression):
+        def loss(self, batch):
+            run = self.net[0].forward if by_name else self.net[0]
+            return nn.functional.mse_loss(self.net[1:](run(*[batch[0]] * self.inputs)), batch[1])
+
+    module = Model()
+    module.net.insert(0, copy.deepcopy(layer))
+    module.inputs = 1 + isinstance(layer, nn.Bilinear)
+    with pytest.raises(RuntimeError, match=r"call the layer itself") if by_name else contextlib.nullcontext():
+        fit(module, ApexAMP("O3"), max_epochs=1)
+
+
+class Kept(nn.Module):
+    """Notes in what it computes; calls another module, or itself."""
+
+    def __init__(self, below=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.below, self.seen = nn.Parameter(torch.eye(4)), below, set()
+
+    def forward(self, x, again=0):
+        inner = self(x, again - 1) if again else x if self.below is None else self.below(x)
+        self.seen.add((inner @ self.weight).dtype)
+        return inner @ self.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_what_a_step_calls_computes_as_the_level_says(level, dtype):
+    class Model(Regression):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.cast = Kept(Kept()), Kept()
+            self.seen = set()
+
+        def loss(self, batch):
+            with pytest.raises(RuntimeError):
+                self.kept(batch[0][:, :3])
+            hidden = self.cast(self.kept(batch[0], again=2))
+            self.seen.add((hidden @ hidden.T).dtype)
+            twin = copy.deepcopy(self.kept)  # a float32 network, as others that a step makes
+            twin.seen.clear()
+            out = self.net(hidden + twin(hidden).detach())
+            assert twin.seen == {dtype if level == "O3" else torch.float32}
+            return nn.functional.mse_loss(out, batch[1])
+
+    module = fit(Model(), ApexAMP(level, dtype=dtype, loss_scale=1.0, keep_fp32_modules=["kept"]))
+    assert module.kept.seen == module.kept.below.seen == {torch.float32}
+    assert module.cast.seen == {dtype}
+    # At O3 weights are half in the step too, which so computes in half, as under bf16-true; its losses are float32.
+    assert module.seen == {dtype if level == "O3" else torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("keep", [["net.last"], ["net.first", "net.last"], [nn.Embedding]])
+def test_a_module_is_kept_that_shares_its_weight(keep, level):
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+            self.last.weight = self.first.weight
+
+        def forward(self, ids):
+            return self.last(torch.tanh(self.first(ids)))
+
+    class Model(Regression):
+        def __init__(self):
+            super().__init__()
+            self.net = Language()
+
+        def loss(self, batch):
+            ids = batch[0].abs().mul(3).long().clamp(max=9)
+            return nn.functional.cross_entropy(self.net(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    module = fit(Model(), ApexAMP(level, keep_fp32_modules=keep))
+    assert module.net.last.weight is module.net.first.weight
+    assert apart(module, fit(Model()), Model()) < 0.06
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_class_weights_of_a_loss_within_a_network(level, inside):
+    class Task(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(4, 3)
+            self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.1]))
+
+        def forward(self, x, target):
+            return self.criterion(self.net(x), target)
+
+    class Model(Regression):
+        def __init__(self):
+            super().__init__()
+            self.net = Task()
+
+        def loss(self, batch):
+            target = batch[0].sum(1).ge(0).long()
+            task = self.net
+            return task(batch[0], target) if inside else task.criterion(task.net(batch[0]), target)
+
+    assert apart(fit(Model(), ApexAMP(level)), fit(Model()), Model()) < (0.25 if level == "O3" else 0.06)

@@ -1,0 +1,87 @@
+"""A run whose gradients are never finite ends, and names the step and the module."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_turbo import ApexAMP
+from lightning_turbo.errors import TurboWarning
+from lightning_turbo.plugins import nonfinite
+from lightning_turbo.plugins.nonfinite import NonFiniteError
+from tests.plugins.classifier import LEVELS, Net, batches, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+class Broken(Net):
+    def forward(self, x):
+        return self.frozen(self.head(self.net(x) / 0.0))
+
+
+class BrokenSparse(Net):
+    """Its first infinite values are those of a sparse tensor."""
+
+    class Sparse(nn.Module):
+        def forward(self, x):
+            return (x / 0.0).to_sparse()
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = self.Sparse()
+
+    def forward(self, x):
+        return self.head(self.sparse(self.net(x)).to_dense())
+
+
+class BrokenAlone(pl.LightningModule):
+    """Has no module in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x.sum() * self.weight / 0.0
+
+    def training_step(self, batch, index):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fused(params):
+    return torch.optim.SGD(params, lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize(("module", "where"), [
+    (Broken(), r"'head' \(Linear\)"), (Broken(fused), r"'head' \(Linear\)"), (BrokenAlone(), r"'' \(BrokenAlone\)"),
+    (BrokenSparse(), r"'sparse' \(Sparse\)"),
+], ids=["plain", "fused", "alone", "sparse"])  # fmt: skip
+def test_a_run_that_only_overflows_ends_with_the_step_and_the_module(module, where, monkeypatch):
+    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 5)
+    monkeypatch.setattr(nonfinite, "LIMIT", 4)
+    said = rf"4 and more optimizer steps in a row were skipped.* at step 13\. First .* of module {where}"
+    with pytest.raises(NonFiniteError, match=said):
+        trainer(ApexAMP("O1", dtype=torch.float16), max_epochs=4).fit(module, batches())
+
+
+def test_one_overflow_ends_no_run(monkeypatch):
+    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 1)
+    monkeypatch.setattr(nonfinite, "LIMIT", 2)
+    module = Net(poison=[2, 5])
+    trainer(ApexAMP("O1", dtype=torch.float16)).fit(module, batches())
+    assert len(module.losses) == 8
+    assert not module.head._forward_hooks
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])  # which releases gradients in the step
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(level, strategy, monkeypatch):
+    monkeypatch.setattr(nonfinite, "LOOK_EVERY", 2)
+    monkeypatch.setattr(nonfinite, "LIMIT", 4)
+    said = r"4 and more optimizer steps in a row were made with inf or NaN.*: the output of module '(net\.0|head)'"
+    with pytest.warns(TurboWarning, match=said) as caught:
+        trainer(ApexAMP(level, dtype=torch.bfloat16), max_epochs=2, strategy=strategy).fit(Broken(), batches())
+    assert sum(warning.category is TurboWarning for warning in caught) == 1
