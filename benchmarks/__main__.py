@@ -28,7 +28,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
-        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks {gain,networks,resume,resumed} --help",
+        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks gain|networks|resume|resumed --help",
     )
     add = parser.add_argument
     add("suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)")
