@@ -1,8 +1,10 @@
-"""The suite ``augment``: a batch of volumes with masks, augmented at once, beside MONAI sample by sample."""
+"""The suites ``augment``, volumes with masks beside MONAI, and ``transforms``, each transform beside others."""
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from benchmarks.suite import Aim, Case, Meter, Suite
 from lightning_turbo import augment
 
-__all__ = ["SUITE"]
+__all__ = ["SUITE", "TRANSFORMS"]
 
 BATCH, SIZE = 4, 64
 DEGREES, SCALE, STD, GAMMA = 15.0, (0.8, 1.25), (0.0, 0.1), (0.7, 1.5)
@@ -82,5 +84,150 @@ SUITE = Suite(
     quick=(MONAI, OURS),
     steps=2,
     warmup=2,
+    unit="batch",
+)
+
+
+IMAGES, VOLUMES = (16, 3, 224, 224), (4, 1, 64, 64, 64)
+ANGLE, SIGMA, ZOOM, FACTOR = 30.0, 1.0, (0.5, 0.75), (0.75, 1.25)
+Change = Callable[[Tensor], Any]
+
+
+def _own(transform: Any) -> Change:
+    augmentation = augment.BatchAugmentation([transform], 0)
+    return lambda batch: augmentation((batch,), range(len(batch)))[0]
+
+
+def _monai(name: str, **settings: Any) -> Change:
+    from monai.data import set_track_meta
+
+    set_track_meta(False)
+    transform = getattr(importlib.import_module("monai.transforms"), name)(prob=1.0, **settings)
+    return lambda batch: torch.stack([torch.as_tensor(transform(sample)) for sample in batch])
+
+
+def _torchvision(name: str, *values: Any, **settings: Any) -> Change:
+    """Sample by sample, as it draws one number a call, and stacked."""
+    transform = getattr(importlib.import_module("torchvision.transforms.v2"), name)(*values, **settings)
+    return lambda batch: torch.stack([transform(sample) for sample in batch])
+
+
+def _kornia(name: str, *values: Any, **settings: Any) -> Change:
+    return getattr(importlib.import_module("kornia.augmentation"), name)(*values, p=1.0, **settings)
+
+
+# What of each package does the same to a batch, in two and in three dimensions; widths of filters are equal.
+OWN: dict[str, Callable[[int], Change]] = {
+    "affine": lambda axes: _own(augment.RandomAffine(ANGLE, (0.8, 1.25))),
+    "blur": lambda axes: _own(augment.RandomGaussianBlur((0.5, SIGMA), p=1.0)),
+    "contrast": lambda axes: _own(augment.RandomContrast(FACTOR, p=1.0)),
+    "gamma": lambda axes: _own(augment.RandomGamma(GAMMA, p=1.0)),
+    "low resolution": lambda axes: _own(augment.RandomLowResolution(ZOOM, p=1.0)),
+    "noise": lambda axes: _own(augment.RandomGaussianNoise(STD, p=1.0)),
+    "flip": lambda axes: _own(augment.RandomFlip([-1])),
+    "crop": lambda axes: _own(augment.RandomCrop((192, 192) if axes == 2 else (48, 48, 48))),
+}
+RADIANS = math.radians(ANGLE)
+PEERS: dict[str, dict[str, Callable[[int], Change]]] = {
+    "MONAI": {
+        "affine": lambda axes: _monai(
+            "RandAffine", rotate_range=(RADIANS,) * (1 if axes == 2 else 3), scale_range=((-0.2, 0.25),) * axes,
+            padding_mode="zeros",
+        ),
+        "blur": lambda axes: _monai("RandGaussianSmooth", **{f"sigma_{axis}": (0.5, SIGMA) for axis in "xyz"}),
+        "contrast": lambda axes: _monai("RandScaleIntensityFixedMean", factors=0.25, preserve_range=True),
+        "gamma": lambda axes: _monai("RandAdjustContrast", gamma=GAMMA),
+        "low resolution": lambda axes: _monai(
+            "RandSimulateLowResolution", zoom_range=ZOOM, upsample_mode="bilinear" if axes == 2 else "trilinear"
+        ),
+        "noise": lambda axes: _monai("RandGaussianNoise", std=STD[1]),
+        "crop": lambda axes: _cropped_by_monai((192, 192) if axes == 2 else (48, 48, 48)),
+    },
+    "torchvision": {
+        "affine": lambda axes: _torchvision("RandomAffine", ANGLE, scale=(0.8, 1.25), interpolation=_bilinear()),
+        "blur": lambda axes: _torchvision("GaussianBlur", 9, (0.5, SIGMA)),
+        "contrast": lambda axes: _torchvision("ColorJitter", contrast=FACTOR),
+        "noise": lambda axes: _torchvision("GaussianNoise", sigma=STD[1], clip=False),
+        "flip": lambda axes: _torchvision("RandomHorizontalFlip"),
+        "crop": lambda axes: _torchvision("RandomCrop", 192),
+    },
+    "kornia": {
+        "affine": lambda axes: _kornia("RandomAffine", ANGLE, scale=(0.8, 1.25)),
+        "blur": lambda axes: _kornia("RandomGaussianBlur", (9, 9), (0.5, SIGMA)),
+        "contrast": lambda axes: _kornia("RandomContrast", FACTOR),
+        "gamma": lambda axes: _kornia("RandomGamma", GAMMA),
+        "noise": lambda axes: _kornia("RandomGaussianNoise", std=STD[1]),
+        "crop": lambda axes: _kornia("RandomCrop", (192, 192)),
+    },
+}  # fmt: skip
+
+
+def _bilinear() -> Any:
+    return importlib.import_module("torchvision.transforms").InterpolationMode.BILINEAR
+
+
+def _cropped_by_monai(size: tuple[int, ...]) -> Change:
+    from monai.data import set_track_meta
+    from monai.transforms import RandSpatialCrop
+
+    set_track_meta(False)
+    transform = RandSpatialCrop(size, random_size=False)
+    return lambda batch: torch.stack([torch.as_tensor(transform(sample)) for sample in batch])
+
+
+def one_transform(meter: Meter, *, name: str, by: str, axes: int) -> dict[str, float]:
+    """One transform of a batch of images or volumes on the meter's device; all end in a stacked batch."""
+    shape = IMAGES if axes == 2 else VOLUMES
+    batch = torch.rand(shape, generator=torch.Generator().manual_seed(meter.seed)).to(meter.device)
+    change = batch.__class__.clone if by == "clone" else (OWN[name] if by == "ours" else PEERS[by][name])(axes)
+    while True:
+        change(batch)
+        if not meter.step(samples=len(batch)):
+            return {}
+
+
+def _transforms() -> Iterator[Case]:
+    for axes in (2, 3):
+        copy = f"{axes}D: a copy"
+        yield Case(name=copy, run=one_transform, config={"name": "", "by": "clone", "axes": axes}, base=copy)
+        for name in OWN:
+            own = f"{axes}D, {name}: BatchAugmentation"
+            peers = [by for by in PEERS if name in PEERS[by] and (axes == 2 or by == "MONAI")]
+            base = f"{axes}D, {name}: {peers[0]}" if peers else copy
+            for by in peers:
+                yield Case(
+                    name=f"{axes}D, {name}: {by}", run=one_transform, needs=(by.lower(),), kind="peer", base=base,
+                    config={"name": name, "by": by, "axes": axes},
+                )  # fmt: skip
+            against = tuple(f"{axes}D, {name}: {by}" for by in peers[1:])
+            yield Case(
+                name=own, run=one_transform, config={"name": name, "by": "ours", "axes": axes}, base=base,
+                against=(*against, copy), kind="ours",
+            )  # fmt: skip
+
+
+def _aims() -> Iterator[Aim]:
+    for axes in (2, 3):
+        for name in ("affine", "blur", "contrast", "gamma", "low resolution"):
+            for by in PEERS:
+                if name in PEERS[by] and (axes == 2 or by == "MONAI"):
+                    yield Aim(f"{axes}D, {name}: BatchAugmentation", f"{axes}D, {name}: {by}", at_most=1.1)
+        for name in ("flip", "crop"):
+            yield Aim(f"{axes}D, {name}: BatchAugmentation", f"{axes}D: a copy", at_most=2.2)
+
+
+TRANSFORMS = Suite(
+    name="transforms",
+    about="One transform, of 16 images of 3 x 224 x 224 or 4 volumes of 64 x 64 x 64, ending in a stacked batch. "
+    "Filters are 9 voxels wide; torchvision's contrast is about the mean of the grey image and clips at 0 and 1.",
+    cases=list(_transforms()),
+    aims=list(_aims()),
+    quick=("2D, contrast: MONAI", "2D, contrast: BatchAugmentation"),
+    steps=3,
+    rounds=7,
+    warmup=2,
+    lead=1,
+    seconds=160,
+    forked=True,
     unit="batch",
 )

@@ -34,6 +34,7 @@ SUITES: dict[str, str] = {
     "loading": "benchmarks.loading:SUITE",
     "starts": "benchmarks.loading:STARTS",
     "augment": "benchmarks.augment:SUITE",
+    "transforms": "benchmarks.augment:TRANSFORMS",
     "patches": "benchmarks.patches:SUITE",
     "prefetch": "benchmarks.prefetch:SUITE",
     "lengths": "benchmarks.lengths:SUITE",

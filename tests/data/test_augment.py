@@ -264,7 +264,7 @@ def low_resolution(zoom):
 def test_normalised_intensities_equal_monais(space):
     batch = images(2, space)
     batch[1, 1] = 3.0
-    got = augment.NormalizeIntensity.change(batch)
+    got = augment.NormalizeIntensity().change(batch)
     for row in range(2):
         theirs = monai.NormalizeIntensity(channel_wise=True)(batch[row])
         torch.testing.assert_close(got[row], torch.as_tensor(theirs), atol=1e-5, rtol=0)

@@ -111,7 +111,9 @@ class BatchAugmentation:
             for transform, own in zip(self.transforms, draws, strict=True):
                 transform(parts, own)
         changed: dict[Any, Any] = {} if self.label is None else {self.label: parts.label}
-        changed.update({name: image.to(dtype) for name, image in zip(self.images, parts.images, strict=True)})
+        for name, image in zip(self.images, parts.images, strict=True):
+            kept = torch.channels_last if _is_channels_last(_part(batch, name)) else torch.preserve_format
+            changed[name] = image.to(dtype, memory_format=kept)
         # A mask that came without an axis of channels goes back without it.
         for name, mask in zip(self.masks, parts.masks, strict=True):
             given = _part(batch, name)
@@ -138,6 +140,11 @@ class BatchAugmentation:
 
 
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _is_channels_last(image: Tensor) -> bool:
+    last = image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
+    return last and not image.is_contiguous()
 
 
 def _check_names(argument: str, names: Any) -> tuple[Name, ...]:

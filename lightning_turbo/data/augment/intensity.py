@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_turbo._checks import expect, is_list
+from lightning_turbo.data.augment import kernels
 from lightning_turbo.data.augment.draws import Draws
+from lightning_turbo.data.augment.kernels import on_rows
 from lightning_turbo.data.augment.transform import (
     Parts,
     Transform,
     along_axes,
     check_range,
-    on_rows,
     per_sample,
 )
 
@@ -22,6 +24,9 @@ __all__ = [
     "NormalizeIntensity", "RandomBrightness", "RandomContrast", "RandomGamma", "RandomGaussianBlur",
     "RandomGaussianNoise", "RandomLowResolution",
 ]  # fmt: skip
+
+# Deviations. How far the filter of a blur reaches: beyond there is less than a ten-thousandth of its weight.
+REACH = 4.0
 
 
 class _Intensity(Transform):
@@ -42,14 +47,14 @@ class _Intensity(Transform):
         """Change the images."""
         rows = draws.rows(self.p)
         values = draws.uniform(*self.range)[rows]
-        parts.images = [on_rows(image, rows, lambda x: self.change(x, per_sample(values, x))) for image in parts.images]
+        parts.images = [on_rows(image, rows, lambda x: self.change(x, values)) for image in parts.images]
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return images changed by one number each.
 
         Args:
             image: float32 of shape ``(n, channels, *space)``.
-            value: The numbers, ``(n, 1, ..., 1)``.
+            value: The numbers, one for each image, on the CPU.
         """
         raise NotImplementedError
 
@@ -77,7 +82,7 @@ class RandomGamma(_Intensity):
         low, high = _bounds(image)
         span = high - low
         # A constant channel has no span, and its quotient is 0.
-        return ((image - low) / torch.where(span == 0, 1, span)).pow_(value).mul_(span).add_(low)
+        return (image - low).div_(torch.where(span == 0, 1, span)).pow_(per_sample(value, image)).mul_(span).add_(low)
 
 
 class RandomContrast(_Intensity):
@@ -99,9 +104,12 @@ class RandomContrast(_Intensity):
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images with ``value`` times their contrast."""
         # As with MONAI's ``preserve_range``, no voxel becomes brighter than the brightest one was, or darker.
-        mean = image.mean(_space(image), keepdim=True)
+        mean, factor = image.mean(_space(image), keepdim=True), per_sample(value, image)
         low, high = _bounds(image)
-        return ((image - mean) * value + mean).clamp_(low, high)
+        changed = (image * factor).add_(mean * (1 - factor))
+        # In place, where clamp_ with tensors as bounds takes ten times as long.
+        torch.maximum(changed, low, out=changed)
+        return torch.minimum(changed, high, out=changed)
 
 
 class RandomBrightness(_Intensity):
@@ -122,7 +130,7 @@ class RandomBrightness(_Intensity):
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return ``value`` times the images."""
-        return image * value
+        return image * per_sample(value, image)
 
 
 class RandomGaussianNoise(_Intensity):
@@ -156,6 +164,8 @@ class RandomGaussianNoise(_Intensity):
 class RandomGaussianBlur(_Intensity):
     """Blur by a Gaussian, integrated over each voxel. Weights that fall outside of the image are left out.
 
+    In 2D, so are those further away than four of the largest deviations of ``sigma``, up to 1.5.
+
     Args:
         sigma: Range of the standard deviation, in voxels, 0 or more.
         p: The probability with which a sample is changed, from 0 to 1.
@@ -172,15 +182,25 @@ class RandomGaussianBlur(_Intensity):
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images blurred with standard deviation ``value``."""
         # A deviation of 0 would divide by 0; a thousandth of a voxel blurs nothing.
-        scale = value.clamp(min=1e-3).view(-1, 1, 1) * 2**0.5
+        scale = value.view(-1, 1).float().clamp(min=1e-3) * 2**0.5
+        reach = max(1, math.ceil(REACH * self.range[1]))
+        filters = _gaussian(torch.arange(-reach, reach + 1), scale)
+        done = kernels.blur(image, (filters / filters.sum(1, keepdim=True)).to(image.device, non_blocking=True))
+        if done is not None:
+            return done
+        wide = scale[:, :, None].to(image.device, non_blocking=True)
 
         def weights(size: int) -> Tensor:
             at = torch.arange(size, device=image.device, dtype=image.dtype)
-            far = at[:, None] - at
-            whole = torch.erf((far + 0.5) / scale) - torch.erf((far - 0.5) / scale)
+            whole = _gaussian(at[:, None] - at, wide)
             return whole / whole.sum(2, keepdim=True)
 
         return along_axes(image, weights)
+
+
+def _gaussian(far: Tensor, scale: Tensor) -> Tensor:
+    """Return a Gaussian, integrated over the voxels so far away; ``scale`` is the root of two deviations squared."""
+    return torch.erf((far + 0.5) / scale) - torch.erf((far - 0.5) / scale)
 
 
 class RandomLowResolution(_Intensity):
@@ -203,20 +223,9 @@ class RandomLowResolution(_Intensity):
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images as from ``value`` times as many voxels along each axis."""
-
-        def weights(size: int) -> Tensor:
-            # Both samplings, down and up again, in one product of matrices, whose sizes are alike for all samples.
-            kept = (value.view(-1, 1) * size).round().clamp(min=1)
-            at = ((torch.arange(size, device=image.device) + 0.5) * (kept / size) - 0.5).clamp(min=0)
-            first = at.floor()
-            matrix = image.new_zeros(len(kept), size, size)
-            # The voxels between which a voxel lies in the small image, and where these were in the large one.
-            for low, weight in ((first, first + 1 - at), ((first + 1).minimum(kept - 1), at - first)):
-                source = (low * (size / kept)).floor().clamp(max=size - 1).long()
-                matrix.scatter_add_(2, source[:, :, None], weight[:, :, None])
-            return matrix
-
-        return along_axes(image, weights)
+        sizes = torch.tensor(image.shape[2:])
+        kept = (value.view(-1, 1).float() * sizes).round().clamp(min=1).int()
+        return kernels.low_resolution(image, kept.tolist())
 
 
 class NormalizeIntensity(Transform):

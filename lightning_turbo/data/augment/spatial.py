@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_turbo._checks import check_choice, expect, is_list, is_whole
+from lightning_turbo._checks import check_choice, expect, is_list, is_number, is_whole
+from lightning_turbo.data.augment import kernels
 from lightning_turbo.data.augment.draws import Draws
-from lightning_turbo.data.augment.transform import Parts, Range, Transform, along_axes, check_range, on_rows
+from lightning_turbo.data.augment.kernels import on_rows
+from lightning_turbo.data.augment.transform import Parts, Range, Transform, along_axes, check_range
 
 __all__ = ["RandomAffine", "RandomCrop", "RandomElastic", "RandomFlip"]
 
@@ -28,16 +30,24 @@ class _Resampled(Transform):
 
     def resample(self, parts: Parts, rows: Tensor, source: Tensor) -> None:
         """Sample images and masks at ``source``, in voxels from the centre: ``(len(rows), axes, *space)``."""
-        corners = _Corners(source, self.padding_mode)
-        parts.images = [on_rows(image, rows, corners.linear) for image in parts.images]
-        parts.masks = [on_rows(mask, rows, corners.nearest) for mask in parts.masks]
+        corners, by_torch = None, kernels.samples_by_torch(parts.images[0])
+        if parts.masks or not by_torch:
+            corners = _Corners(source, self.padding_mode)
+
+        def linear(image: Tensor) -> Tensor:
+            if by_torch or corners is None:
+                return kernels.sample_linear(image, source, self.padding_mode)
+            return corners.linear(image)
+
+        parts.images = [on_rows(image, rows, linear) for image in parts.images]
+        if corners is not None:
+            parts.masks = [on_rows(mask, rows, corners.nearest) for mask in parts.masks]
 
 
 class _Corners:
     """Between which voxels of an image those of the result lie, for images and masks alike.
 
-    On a CPU whole arrays of corners take half of the time of ``grid_sample`` in 3D, which goes voxel by voxel. What is
-    outside of the image is as there.
+    What is outside of the image is as in ``grid_sample``; ``kernels.samples_by_torch`` says where that is used instead.
     """
 
     def __init__(self, source: Tensor, padding_mode: str) -> None:
@@ -110,13 +120,15 @@ class RandomAffine(_Resampled):
         translate: Range of the way along each axis, as a fraction of its size.
         p: The probability with which a sample is changed, from 0 to 1.
         padding_mode: What lies outside of the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
+        spacing: The size of a voxel along each axis of space, as ``(3.0, 1.0, 1.0)`` in millimetres, for angles and
+            shears of the body where voxels are not cubes; ``None`` for angles in voxels, which change its shape there.
 
     Raises:
-        ValueError: If a range is not two finite numbers in order, ``scale`` is not above 0, or ``p`` is out of range.
+        ValueError: If a range is not two finite numbers in order, ``scale`` or ``spacing`` is not above 0, or ``p`` is
+            out of range; at the first batch, if the images have another number of axes than ``spacing``.
 
     Note:
-        A single number ``x`` is the range from ``-x`` to ``x``, but for ``scale``. Angles are in voxels: where voxels
-        are not cubes, so are the shapes that turn.
+        A single number ``x`` is the range from ``-x`` to ``x``, but for ``scale``.
 
     Source: The matrices of MONAI's ``RandAffine``; names and signs of torchvision's ``RandomAffine``.
     """
@@ -130,8 +142,13 @@ class RandomAffine(_Resampled):
         *,
         p: float = 1.0,
         padding_mode: str = "zeros",
+        spacing: Sequence[float] | None = None,
     ) -> None:
         super().__init__(p, padding_mode)
+        known = spacing is None or (is_list(spacing) and all(is_number(size) and size > 0 for size in spacing))
+        what = "the size of a voxel along each axis, numbers above 0, or None"
+        expect(known and len(spacing or (1, 1)) in (2, 3), "RandomAffine: spacing", spacing, what)
+        self.spacing = None if spacing is None else tuple(float(size) for size in spacing)
         self.degrees = check_range(self, "degrees", degrees)
         self.scale = check_range(self, "scale", scale, least=1e-3)
         self.shear = check_range(self, "shear", shear)
@@ -140,13 +157,19 @@ class RandomAffine(_Resampled):
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and masks."""
         axes, rows = len(parts.space), draws.rows(self.p)
+        fits = self.spacing is None or len(self.spacing) == axes
+        expect(fits, "RandomAffine: spacing", self.spacing, f"{axes} numbers, for the space {tuple(parts.space)}")
         # Of all samples, in float64 on the CPU: some dozen numbers, which are the same on each device.
         matrix = self.matrix(
             torch.deg2rad(draws.uniform(*self.degrees, 1 if axes == 2 else 3)),
             draws.uniform(*self.scale),
             torch.deg2rad(draws.uniform(*self.shear, axes * (axes - 1))).tan(),
-            draws.uniform(*self.translate, axes) * torch.tensor(parts.space),
+            shift := draws.uniform(*self.translate, axes) * torch.tensor(parts.space),
         )
+        if self.spacing is not None:  # from voxels to lengths, turned there, and back
+            sizes = torch.tensor(self.spacing, dtype=shift.dtype)
+            turned = matrix[:, :, :axes] * sizes / sizes[:, None]
+            matrix = torch.cat([turned, -turned @ shift[:, :, None]], 2)
         if len(rows):
             self.resample(parts, rows, self.source(matrix[rows], parts.space, parts.images[0].device))
 
@@ -263,11 +286,13 @@ class RandomFlip(Transform):
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and masks."""
         count = len(parts.space)
+        flipped: list[list[int]] = [[] for _ in range(len(parts.images[0]))]
         for axis in range(count) if self.axes is None else self.axes:
             expect(-count <= axis < count, "RandomFlip: axes", self.axes, f"axes of the space {tuple(parts.space)}")
-            rows, dim = draws.rows(self.p), axis % count + 2
-            parts.images = [on_rows(image, rows, lambda x, dim=dim: x.flip(dim)) for image in parts.images]
-            parts.masks = [on_rows(mask, rows, lambda x, dim=dim: x.flip(dim)) for mask in parts.masks]
+            for row in draws.rows(self.p).tolist():
+                flipped[row].append(axis % count + 1)
+        parts.images = [kernels.flip(image, flipped) for image in parts.images]
+        parts.masks = [kernels.flip(mask, flipped) for mask in parts.masks]
 
 
 class RandomCrop(Transform):
@@ -294,17 +319,5 @@ class RandomCrop(Transform):
         expect(fits, "RandomCrop: size", self.size, f"a size within the images' {tuple(space)}")
         room = torch.tensor([whole - own + 1 for own, whole in zip(self.size, space, strict=True)])
         begin = (draws.uniform(0, 1, axes) * room).floor().long()
-        parts.images = [self.cut(image, begin) for image in parts.images]
-        parts.masks = [self.cut(mask, begin) for mask in parts.masks]
-
-    def cut(self, batch: Tensor, begin: Tensor) -> Tensor:
-        """Return the patches that begin at ``begin``, of shape ``(n, axes)``."""
-        begin, axes = begin.to(batch.device, non_blocking=True), len(self.size)
-        samples = torch.arange(len(batch), device=batch.device).view(-1, *[1] * axes)
-        at = []
-        for axis, length in enumerate(self.size):
-            shape = [-1 if each == axis else 1 for each in range(axes)]
-            steps = torch.arange(length, device=batch.device).view(1, *shape)
-            at.append(begin[:, axis].view(-1, *[1] * axes) + steps)
-        # Indices on both sides of a slice put its axis, the channels, last.
-        return batch[(samples, slice(None), *at)].movedim(-1, 1).contiguous()
+        parts.images = [kernels.crop(image, begin, self.size) for image in parts.images]
+        parts.masks = [kernels.crop(mask, begin, self.size) for mask in parts.masks]

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_turbo._checks import expect, is_list, is_number
 from lightning_turbo.data.augment.draws import Draws
 
-__all__ = ["Parts", "Range", "Transform", "along_axes", "check_probability", "check_range", "on_rows", "per_sample"]
+__all__ = ["Parts", "Range", "Transform", "along_axes", "check_probability", "check_range", "per_sample"]
 
 Range = float | Sequence[float]
 
@@ -50,17 +50,6 @@ class Transform:
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change the parts of a batch."""
         raise NotImplementedError
-
-
-def on_rows(batch: Tensor, rows: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``batch`` with ``change`` applied to its samples at ``rows``; it is not changed itself."""
-    # The positions are known on the host, so that nothing is copied where none or all of the samples are meant.
-    if len(rows) == 0:
-        return batch
-    if len(rows) == len(batch):
-        return change(batch)
-    rows = rows.to(batch.device, non_blocking=True)
-    return batch.index_copy(0, rows, change(batch[rows]))
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
