@@ -22,6 +22,8 @@ KINDS = {"images": IMAGES, ".npy files": (".npy",), "NIfTI files": NIFTI}
 # How the name of a label volume ends where it lies beside its volume: BraTS, ACDC, BIDS, KiTS, and many others.
 MASK = re.compile(r"(?:^|(?<=/)|[-_. ])(seg|dseg|segmentation|mask|msk|label|labels|gt)$", re.IGNORECASE)
 
+# Further names of theirs, which say what they are, but not of which volume.
+WORDS = re.compile(r"(d?seg|segmentations?|masks?|msk|labels?(tr|ts)?|gt|ground_?truth)\d*", re.IGNORECASE)
 MARKS = ("-", "_", ".", " ", "/")  # between the name of a case and the end of that of a file
 
 Labels = str | os.PathLike[str] | bool | None
@@ -107,6 +109,7 @@ def find_volumes(
     volumes = _join_channels([path for path in files if path not in masks.beside], source, modalities)
     if not allow_missing:
         _check_channels(volumes, modalities or ("",))
+    _check_no_masks(source, volumes, labels, classes)
     if labels is False or (labels is None and not masks.by_case):
         found, numbers = _read_classes_of_volumes(source, volumes, classes)
         return Layout([volume.files for volume in volumes], None, numbers, found)
@@ -268,7 +271,10 @@ def _cases_of(name: str) -> list[str]:
 
 def _find_masks(source: Path, files: list[Path], labels: Labels) -> _Masks:
     """Return the label volumes that ``labels`` names, or that are found beside the volumes."""
-    if labels is None or isinstance(labels, bool):
+    if labels is False:
+        named = {path for path in files if _is_named_as_mask(source, path)}
+        return _masks_of({}, named if len(named) < len(files) else set())
+    if labels is None or labels is True:
         return _masks_by_names(source, files)
     if Path(labels).resolve() == source.resolve():
         masks = _masks_by_names(source, files)
@@ -288,6 +294,24 @@ def _masks_by_names(source: Path, files: Iterable[Path]) -> _Masks:
     # The masks of a folder of masks are its volumes.
     others = {case for path in files if path not in cases for case in _cases_of(_stem(path, source))}
     return _masks_of({}, set()) if others.isdisjoint(cases.values()) else _masks_of(cases, set(cases))
+
+
+def _is_named_as_mask(source: Path, path: Path) -> bool:
+    """Return whether a folder of a file, or the first or last word of its name, says that it is a label volume."""
+    *folders, stem = _stem(path, source).split("/")
+    words = [word for word in re.split(r"[-_. ]", stem) if word and not word.isdigit()]
+    return any(WORDS.fullmatch(word) for word in (*folders, *words[:1], *words[-1:]))
+
+
+def _check_no_masks(source: Path, volumes: Sequence[_Volume], labels: Labels, classes: Sequence[str] | None) -> None:
+    """Refuse volumes some of which are named as label volumes, where nothing says what is what."""
+    masks = [volume.first for volume in volumes if _is_named_as_mask(source, volume.first)]
+    if labels is None and classes is None and 0 < len(masks) < len(volumes):
+        raise ValueError(
+            f"labels: expected volumes, got {str(masks[0])!r} among them, which is named as a label volume. Pack the "
+            "folder of the volumes alone, with labels= for the folder of the label volumes or for the end of their "
+            "names; or leave them out with labels=False (--labels none)."
+        )
 
 
 def _masks_by_end(source: Path, files: Iterable[Path], end: str) -> _Masks:

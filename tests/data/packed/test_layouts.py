@@ -92,9 +92,40 @@ def test_label_volumes_beside_volumes(write, tmp_path, kind):
     assert contents(tmp_path / "out") == expected
 
 
-def test_a_folder_of_masks_holds_volumes(write, tmp_path):
+MIXED = {
+    "LiTS": {"volume-0": 1, "segmentation-0": 2, "volume-1": 3, "segmentation-1": 4},
+    "BTCV": {"img/img0001": 1, "label/label0001": 2},
+    "two folders": {"scans/a": 1, "masks/a": 2},
+    "TotalSegmentator": {"s1/ct": 1, "s1/segmentations/liver": 2, "s1/segmentations/spleen": 3},
+    "ISLES": {"sub-1/sub-1_dwi": 1, "derivatives/sub-1/sub-1_msk": 2},
+    "a number behind": {"case1": 1, "case1_label_2": 2},
+    "of no other volume": {"x_label": 1, "y": 2},
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_what_is_named_as_a_label_volume_is_no_scan_in_silence(write, tmp_path, kind):
+    root = write(MIXED[kind])
+    with pytest.raises(
+        ValueError, match=r"labels: expected volumes, got '.*' among them, which is named as a label vol"
+    ):
+        pack_folder(root, tmp_path / "out")
+    pack_folder(root, tmp_path / "without", labels=False)
+    found = contents(tmp_path / "without")
+    assert {channels[0] for channels, *_ in found.values()} == ({1, 3} if kind == "LiTS" else {1 + (kind[:2] == "of")})
+
+
+def test_classes_may_be_called_what_they_are(write, tmp_path):
+    root = write({"mask/a": 1, "none/b": 2})
+    with pytest.raises(ValueError, match="labels: expected volumes"):
+        pack_folder(root, tmp_path / "out")
+    assert pack_folder(root, tmp_path / "out", classes=["mask", "none"])["classes"] == ["mask", "none"]
+
+
+@pytest.mark.parametrize("labels", [None, False])
+def test_a_folder_of_masks_holds_volumes(write, tmp_path, labels):
     root = write({"a_mask": 1, "b_mask": 2})
-    assert pack_folder(root, tmp_path / "out")["foreground"] is None
+    assert pack_folder(root, tmp_path / "out", labels=labels)["foreground"] is None
     assert contents(tmp_path / "out") == {"a_mask": ([1],), "b_mask": ([2],)}
 
 
