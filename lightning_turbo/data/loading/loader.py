@@ -30,6 +30,7 @@ from lightning_turbo.data.loading.threads import ThreadedDataset
 from lightning_turbo.data.loading.torch_workers import end_workers
 from lightning_turbo.data.loading.whole_batches import has_whole_batches
 from lightning_turbo.data.loading.worker_start import LongLists
+from lightning_turbo.data.orders.sharding import check_fits
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
@@ -116,6 +117,7 @@ class PrefetchLoader(DataLoader[T]):
         self._profile = LoadProfile()
         self._is_twin = False  # made by ``of``
         self._reset_epochs(None)
+        check_fits(self)
         check_workers_can_start(self)
 
     def _reset_epochs(self, loaded: Any) -> None:

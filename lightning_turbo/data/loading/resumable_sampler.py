@@ -373,7 +373,8 @@ class ResumableSampler:
             not state.consumed and sharding.ranks == shards.ranks and not state.is_resharded
         ):
             return state
-        return self._reshard(state, sharding) if state.used_samples else EpochState()
+        is_begun = state.used_samples or state.is_resharded
+        return self._reshard(state, sharding) if is_begun else EpochState()
 
     def _reshard(self, state: EpochState, sharding: Sharding) -> EpochState:
         assert state.order is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
@@ -143,7 +145,15 @@ class LengthBatchSampler(BatchSampler):
         Args:
             epoch: The number of the epoch, from 0.
             ranks: Among how many ranks they are shared; rank ``r`` takes batches ``r``, ``r + ranks``, ...
+
+        Raises:
+            ValueError: If there are fewer samples than ranks.
         """
+        if len(self.lengths) < ranks:
+            raise ValueError(
+                f"{len(self.lengths)} samples cannot make a batch for each of {ranks} ranks. Take fewer ranks, or more "
+                "samples."
+            )
         self.sampler.set_epoch(epoch)
         batches = self.fill(self._sorted_batches(), ranks)
         if not self.shuffle:
@@ -159,18 +169,10 @@ class LengthBatchSampler(BatchSampler):
         """Return batches that ``ranks`` ranks can share evenly: the most expensive ones are halved until they can.
 
         Where every batch has one sample, the first batches are taken again, as ``DistributedSampler`` does.
-
-        Raises:
-            ValueError: If there are fewer samples than ranks.
         """
         missing = -len(batches) % ranks
         if not missing:
             return batches
-        samples = sum(len(batch) for batch in batches)
-        if samples < ranks:
-            raise ValueError(
-                f"{samples} samples cannot make a batch for each of {ranks} ranks. Take fewer ranks, or more samples."
-            )
         # Halves stay where their batch was, so that like costs stay side by side.
         parts = [[batch] for batch in batches]
         heap = [self._entry(batch, number, 0) for number, batch in enumerate(batches) if len(batch) > 1]
@@ -182,11 +184,23 @@ class LengthBatchSampler(BatchSampler):
                     heapq.heappush(heap, self._entry(parts[number][half], number, half))
             missing -= 1
         filled = list(itertools.chain.from_iterable(parts))
-        return filled + filled[:missing]
+        # Over and over, as there may be fewer batches than ranks.
+        return filled + (filled * missing)[:missing]
 
     def _entry(self, batch: list[int], number: int, place: int) -> tuple[int, int, int]:
         """An entry of the heap, the most expensive batch first: it is half ``place`` of batch ``number``."""
         return -self._cost(batch), number, place
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what the order follows from beside seed, epoch and ranks."""
+        limits = f"{self.batch_size} {self.max_cost}".encode()
+        return hashlib.blake2b(self.padded.numpy().tobytes() + limits, digest_size=8).hexdigest()
+
+    def check_fits(self, dataset: Any) -> None:
+        """Raise a ``ValueError`` if there is not one length for each sample of a dataset."""
+        expected = f"{len(dataset)}, the number of samples of {type(dataset).__name__}"
+        expect(len(self.lengths) == len(dataset), "number of lengths", len(self.lengths), expected)
 
     def _cost(self, batch: list[int]) -> int:
         return int(self.padded[batch].max()) * len(batch)

@@ -12,10 +12,12 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._random import same_random_numbers, set_generator_state
+from lightning_turbo.data.orders.length_batch_sampler import LengthBatchSampler
 from lightning_turbo.data.orders.seeded_sampler import SeededSampler
-from lightning_turbo.data.sample_seeds import EpochBatchSampler, EpochSampler
+from lightning_turbo.data.orders.weighted_sampler import WeightedSampler
+from lightning_turbo.data.sample_seeds import EpochBatchSampler, EpochSampler, SeededDataset
 
-__all__ = ["SampleOrder", "Sharding", "Shards", "refuse"]
+__all__ = ["BatchSharding", "SampleOrder", "Sharding", "Shards", "check_fits", "refuse"]
 
 # What a Trainer takes for one another, as it goes from one rank to several and back. On several it shuffles whatever
 # the loader says.
@@ -34,6 +36,10 @@ class SampleOrder:
         seed: The sampler's seed, if it has one.
         generator: The state of the generator that the order was drawn from, before it was; ``None`` if there is none.
         has_own_generator: Whether that is one of the sampler's, and not the global RNG of torch.
+        digest: Of what else the order follows from, weights or lengths; empty where there is nothing.
+        step_ranks: For how many ranks an order of batches was drawn; 1 for an order of samples.
+        cuts: How an order of batches was changed since, each time that it went on with other ranks: how many batches
+            were used, and for how many ranks the rest was filled up.
     """
 
     sampler: str
@@ -43,6 +49,9 @@ class SampleOrder:
     seed: int | None = None
     generator: Any = None
     has_own_generator: bool = False
+    digest: str = ""
+    step_ranks: int = 1
+    cuts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def draw(self) -> list[int]:
         """Return the samples of all ranks in this order, which is that of torch's own samplers bit for bit."""
@@ -90,8 +99,8 @@ class Sharding(NamedTuple):
     It is made again for each question, because a Trainer may begin the process group after the loader is made.
 
     Attributes:
-        sampler: What the order comes from: a ``SeededSampler``, or torch's ``DistributedSampler``, ``RandomSampler``
-            without replacement, or ``SequentialSampler``.
+        sampler: What the order comes from: a ``SeededSampler`` or ``WeightedSampler``, or torch's
+            ``DistributedSampler``, ``RandomSampler`` without replacement, or ``SequentialSampler``.
         outer: What makes batches of the indices; ``sampler`` itself for a loader with ``batch_size=None``.
         batch_size: Samples of a batch.
         drop_last: Whether a batch that is not full is left out.
@@ -112,9 +121,12 @@ class Sharding(NamedTuple):
         sampler, batch_size, drop_last = outer, 1, False
         if type(outer) in (BatchSampler, EpochBatchSampler):
             sampler, batch_size, drop_last = outer.sampler, outer.batch_size, outer.drop_last
-        elif type(outer) is EpochSampler and not outer.batched:
+        elif (type(outer) is EpochSampler and not outer.batched) or type(outer) is EpochSampler:
             sampler = outer.sampler
-        if type(sampler) in (SeededSampler, DistributedSampler):
+        if type(sampler) is LengthBatchSampler:
+            rank, ranks = sampler.ranks()
+            return BatchSharding(sampler, outer, 1, False, ranks, rank)
+        if type(sampler) in (SeededSampler, WeightedSampler, DistributedSampler):
             len(sampler)  # at which a SeededSampler counts the ranks
             return cls(sampler, outer, batch_size, drop_last, sampler.num_replicas, sampler.rank)
         takes_each_once = type(sampler) is SequentialSampler
@@ -134,6 +146,8 @@ class Sharding(NamedTuple):
     def order(self) -> SampleOrder:
         """The order of epoch 0, without the state of a generator that it may be drawn from."""
         sampler = self.sampler
+        if isinstance(sampler, WeightedSampler):
+            return SampleOrder("WeightedSampler", self.length, True, seed=sampler.seed, digest=sampler.digest)
         if isinstance(sampler, DistributedSampler):
             return SampleOrder(type(sampler).__name__, self.length, sampler.shuffle, seed=sampler.seed)
         return SampleOrder(type(sampler).__name__, self.length, type(sampler) is RandomSampler)
@@ -166,7 +180,10 @@ class Sharding(NamedTuple):
         both = {order.sampler, here.sampler}
         if len(both) > 1 and not both <= _LIGHTNINGS:
             refuse("sampler", order.sampler, here.sampler)
-        if order.length != here.length:
+        if order.digest != here.digest:
+            refuse("digest of the sampler's weights or lengths", order.digest, here.digest)
+        # How many batches an order of these has depends on the ranks.
+        if order.step_ranks == here.step_ranks and not order.cuts and order.length != here.length:
             refuse("length of the dataset", order.length, here.length)
         # From one rank to several Lightning takes a DistributedSampler, which shuffles. The order that began goes on.
         is_lightnings = len(both) == 2 and "DistributedSampler" in both
@@ -196,7 +213,7 @@ class Sharding(NamedTuple):
         As torch's ``DistributedSampler`` does, the first samples of the order are taken again where the ranks would not
         have the same number, or with ``drop_last`` the last ones are left out.
         """
-        order = shards.order.draw()
+        order = self.draw(shards.order)
         left = order[shards.from_sample :]
         over = len(left) % self.ranks
         if over and self.sampler.drop_last:
@@ -204,7 +221,14 @@ class Sharding(NamedTuple):
         elif over:
             # Over and over, as a small order may have fewer samples than there are ranks.
             left += (order * self.ranks)[: self.ranks - over]
-        own = left[self.rank :: self.ranks]
+        return self._batched(left[self.rank :: self.ranks], shards)
+
+    def draw(self, order: SampleOrder) -> list[Any]:
+        """Return an order over all ranks."""
+        return self.sampler.draw(order.epoch) if isinstance(self.sampler, WeightedSampler) else order.draw()
+
+    def _batched(self, own: list[Any], shards: Shards) -> Iterator[Any]:
+        """Yield this rank's part as the loader's own sampler would: in batches, with the epoch of sample seeds."""
         if self.outer is self.sampler:
             return iter(own)
         outer = copy.copy(self.outer)
@@ -214,6 +238,65 @@ class Sharding(NamedTuple):
             outer.begin_pass(shards.order.epoch)
             outer.first = shards.from_batch
         return iter(outer)
+
+
+class BatchSharding(Sharding):
+    """How a loader with a ``LengthBatchSampler`` shards one order: its entries are batches, which ranks take in turn.
+
+    Where the order goes on with other ranks, what is left is filled up for these, so that it is another order from
+    then on: ``SampleOrder.cuts`` tells how it was made.
+    """
+
+    @property
+    def length(self) -> int:
+        """How many batches all ranks have in an epoch."""
+        return len(self.sampler) * self.ranks
+
+    @property
+    def order(self) -> SampleOrder:
+        """The order of epoch 0 for as many ranks as there are."""
+        sampler = self.sampler
+        return SampleOrder(
+            "LengthBatchSampler",
+            self.length,
+            sampler.shuffle,
+            seed=sampler.sampler.seed,
+            digest=sampler.digest,
+            step_ranks=self.ranks,
+        )
+
+    def order_of(self, epoch: int, generator: Any, has_own_generator: bool) -> SampleOrder:
+        """Return the order of an epoch, which is drawn from no generator of the process."""
+        return dataclasses.replace(self.order, epoch=epoch)
+
+    def reshard(self, order: SampleOrder, used: int) -> Shards:
+        """Return how the batches are sharded that are left of an order."""
+        steps = -(-(order.length - used) // self.ranks)
+        left = dataclasses.replace(order, length=steps * self.ranks, cuts=[*order.cuts, (used, self.ranks)])
+        return Shards(left, self.ranks, 1, from_sample=0, from_batch=len(self.sampler) - steps, is_resharded=True)
+
+    def rest(self, shards: Shards) -> Iterator[Any]:
+        """Yield the batches of this rank."""
+        left = self.draw(shards.order)[shards.from_sample :]
+        return self._batched(left[self.rank :: self.ranks], shards)
+
+    def draw(self, order: SampleOrder) -> list[Any]:
+        """Return the batches of an order over all ranks, or of what its last cut left."""
+        epoch = self.sampler.epoch
+        batches = self.sampler.draw(order.epoch, order.step_ranks)
+        self.sampler.set_epoch(epoch)
+        for used, ranks in order.cuts:
+            batches = self.sampler.fill(batches[used:], ranks)
+        return batches
+
+
+def check_fits(loader: Any) -> None:
+    """Raise a ``ValueError`` if a loader's sampler has lengths or weights of another dataset."""
+    for sampler in (loader.batch_sampler, loader.sampler):
+        inside = sampler.sampler if isinstance(sampler, (EpochBatchSampler, EpochSampler)) else sampler
+        if isinstance(inside, (LengthBatchSampler, WeightedSampler)):
+            dataset = loader.dataset
+            inside.check_fits(dataset._seeded_dataset if isinstance(dataset, SeededDataset) else dataset)
 
 
 def refuse(name: str, before: Any, now: Any) -> NoReturn:

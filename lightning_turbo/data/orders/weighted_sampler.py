@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -82,6 +84,17 @@ class WeightedSampler(SeededSampler):
         """Return the order of an epoch over all ranks: ``num_samples`` indices of the dataset."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         return torch.multinomial(self.weights, self.draws, self.replacement, generator=generator).tolist()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what the order follows from beside seed and epoch."""
+        settings = f"{self.draws} {self.replacement}".encode()
+        return hashlib.blake2b(self.weights.numpy().tobytes() + settings, digest_size=8).hexdigest()
+
+    def check_fits(self, dataset: Any) -> None:
+        """Raise a ``ValueError`` if there is not one weight for each sample of a dataset."""
+        expected = f"{len(dataset)}, the number of samples of {type(dataset).__name__}"
+        expect(len(self.weights) == len(dataset), "number of weights", len(self.weights), expected)
 
     def __iter__(self) -> Iterator[int]:
         positions = super().__iter__()

@@ -170,7 +170,11 @@ def test_an_error_of_the_dataset_is_told_as_it_is_whatever_it_says():
         tune_workers(maker(Rows(4, broken)), seconds=0.5, max_workers=0, show=None)
 
 
-@pytest.mark.parametrize("make", [lambda loader: [1, 2], lambda loader: DevicePrefetcher(loader, "cpu"), iter], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [lambda loader: [1, 2], lambda loader: DevicePrefetcher(loader, "cpu"), iter],
+    ids=["a list", "a wrapper", "an iterator"],
+)
 def test_what_is_no_loader_is_told(make):
     with pytest.raises(
         TypeError, match=r"make_loader: expected a function that returns a DataLoader; where something wra"

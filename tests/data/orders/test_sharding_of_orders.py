@@ -1,0 +1,108 @@
+"""Orders by length and by weight go on in mid-epoch on other ranks: each position of the order once."""
+
+import random
+from collections import Counter
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_turbo import LengthBatchSampler, PrefetchLoader, WeightedSampler, seed_samples
+
+NUMBER = 61
+LENGTHS = [1 + i * 7 % 23 for i in range(NUMBER)]
+WEIGHTS = [1.0 + i % 5 for i in range(NUMBER)]
+
+
+def make(kind, ranks, rank, workers=0, seeds=None, epoch=3):
+    """A loader of one rank, in an epoch."""
+    if kind == "weights":
+        sampler = WeightedSampler(WEIGHTS, seed=2, num_replicas=ranks, rank=rank)
+        settings = {"batch_size": 3, "sampler": sampler}
+    else:
+        limits = {"batch_size": 4} if kind == "number" else {"max_cost": 50}
+        sampler = LengthBatchSampler(LENGTHS, **limits, seed=2, num_replicas=ranks, rank=rank)
+        settings = {"batch_sampler": sampler}
+    loader = PrefetchLoader(range(NUMBER), **settings, num_workers=workers, collate_fn=list, sample_seeds=seeds)
+    sampler.set_epoch(epoch)
+    return loader
+
+
+def lives(kind, plan, **settings):
+    """What all ranks are given in an epoch that is stopped and goes on as planned: ranks, and steps or ``None``."""
+    given, state, whole = [], None, None
+    for ranks, steps in plan:
+        loaders = [make(kind, ranks, rank, **settings) for rank in range(ranks)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        iterators = [iter(loader) for loader in loaders]
+        if whole is None:
+            whole = [list(make(kind, ranks, rank, **settings)) for rank in range(ranks)]
+        if steps is None:
+            rows = list(zip(*iterators, strict=True))
+        else:
+            rows = [tuple(next(iterator) for iterator in iterators) for _ in range(steps)]
+        given += [batch for row in rows for batch in row]
+        state = loaders[0].state_dict()
+        for loader in loaders:
+            loader.close()
+    return given, [batch for row in zip(*whole, strict=True) for batch in row]
+
+
+@pytest.mark.parametrize("kind", ["number", "cost", "weights"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("seeds", [None, 7])
+def test_on_the_same_ranks_the_rest_follows_bit_for_bit(kind, ranks, seeds):
+    given, whole = lives(kind, [(ranks, 1), (ranks, 2), (ranks, 1), (ranks, None)], seeds=seeds)
+    assert given == whole
+
+
+@pytest.mark.parametrize("kind", ["number", "cost"])
+@pytest.mark.parametrize("seed", range(8))
+def test_on_other_ranks_each_sample_comes_once(kind, seed):
+    draws = random.Random(seed)
+    plan = [(draws.choice([1, 2, 3, 5]), draws.randint(0, 1)) for _ in range(3)]
+    given, _ = lives(kind, [*plan, (draws.choice([1, 2, 3]), None)], seeds=draws.choice([None, 7]))
+    assert Counter(i for batch in given for i in batch) == dict.fromkeys(range(NUMBER), 1)
+    most = 4 if kind == "number" else NUMBER
+    assert max(map(len, given)) <= most
+
+
+@pytest.mark.parametrize("plan", [[(1, 5), (2, None)], [(2, 3), (1, None)], [(2, 1), (3, 2), (1, None)]])
+def test_on_other_ranks_draws_by_weight_are_those_of_the_one_order(plan):
+    given, _ = lives("weights", plan)
+    order = WeightedSampler(WEIGHTS, seed=2, num_replicas=1, rank=0).draw(3)
+    counts = Counter(i for batch in given for i in batch)
+    filled = Counter(order[: sum(counts.values()) - len(order)])  # taken again, so that ranks have as many
+    assert counts == Counter(order) + filled
+    assert sum(filled.values()) < 8
+
+
+def test_worker_processes_change_nothing():
+    given, whole = lives("number", [(2, 1), (2, None)], workers=1)
+    assert given == whole
+    assert whole == lives("number", [(2, None)])[1]
+
+
+@pytest.mark.parametrize("kind", ["number", "weights"])
+def test_a_state_of_other_lengths_or_weights_is_refused(kind, monkeypatch):
+    loader = make(kind, 1, 0)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.close()
+    monkeypatch.setitem(globals(), "LENGTHS", LENGTHS[::-1])
+    monkeypatch.setitem(globals(), "WEIGHTS", WEIGHTS[::-1])
+    with pytest.raises(ValueError, match="digest of the sampler's weights or lengths: expected"):
+        make(kind, 2, 0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("settings", "what"), [
+    ({"batch_sampler": LengthBatchSampler([1, 2], batch_size=1, seed=0)}, "lengths"),
+    ({"sampler": WeightedSampler([1.0, 2.0], seed=0)}, "weights"),
+])  # fmt: skip
+def test_numbers_that_do_not_fit_the_dataset_are_refused(settings, what):
+    message = f"number of {what}: expected 3, the number of samples of range, got 2"
+    with pytest.raises(ValueError, match=message):
+        PrefetchLoader(range(3), **settings)
+    with pytest.raises(ValueError, match=message):
+        PrefetchLoader.of(seed_samples(DataLoader(range(3), **settings), seed=0))
