@@ -22,6 +22,7 @@ __all__ = [
     "batch_limit",
     "callbacks_named",
     "combined_loader",
+    "gives_sampler",
     "handlers_before_run",
     "hooks_before_transfer",
     "is_asked_by_loop",
@@ -43,6 +44,11 @@ __all__ = [
 def is_fitting(trainer: Any) -> bool:
     """Whether a Trainer is in ``fit``, not in validate, test or predict."""
     return trainer.state.fn is not None and trainer.state.fn.value == "fit"
+
+
+def gives_sampler(trainer: Any) -> bool:
+    """Return whether a Trainer gives loaders a sampler that shares their samples among the ranks."""
+    return trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler
 
 
 def batch_limit(trainer: Any, loader: Any) -> float:

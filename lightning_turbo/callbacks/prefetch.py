@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_turbo._checks import answer_unknown, check_count, check_functions, check_switches
 from lightning_turbo._lightning import (
@@ -19,14 +19,15 @@ from lightning_turbo._lightning import (
     rank_zero_warn,
 )
 from lightning_turbo._replaced import ReplacedMethod
-from lightning_turbo._trainer import batch_limit, hooks_before_transfer, is_asked_by_loop
+from lightning_turbo._trainer import batch_limit, gives_sampler, hooks_before_transfer, is_asked_by_loop
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.loading.device import DeviceTransfer
 from lightning_turbo.data.loading.loader import DEPTH, PrefetchLoader, with_workers
 from lightning_turbo.data.loading.tune_workers import tune_workers, why_not_processes
-from lightning_turbo.data.sample_seeds import SeededDataset, check_seed, seed_samples
-from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.data.orders.length_batch_sampler import LengthBatchSampler
+from lightning_turbo.data.sample_seeds import EpochBatchSampler, SeededDataset, check_seed, seed_samples
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
 
 __all__ = ["Prefetch", "wrap_loader"]
 
@@ -202,6 +203,8 @@ class Prefetch(Callback):
         if not isinstance(loader, DataLoader):
             self._tell_of_foreign(loader)
             return loader
+        if gives_sampler(trainer):
+            _tell_of_replaced(loader.batch_sampler, _stage_of(trainer))
         owned = loader
         if self.sample_seeds is not None and not isinstance(loader.dataset, SeededDataset):
             loader = seed_samples(loader, self.sample_seeds)
@@ -274,6 +277,20 @@ def _join_settings(callbacks: Sequence[Prefetch]) -> dict[str, Any]:
         if given:
             joined[name] = given[0]
     return joined
+
+
+def _tell_of_replaced(batch_sampler: Any, stage: str) -> None:
+    """Warn of a batch sampler of the user's that Lightning has made again, around a sampler of its own."""
+    kind = type(batch_sampler)
+    ours = (BatchSampler, EpochBatchSampler, LengthBatchSampler)
+    if isinstance(batch_sampler, BatchSampler) and kind not in ours:
+        rank_zero_warn(
+            f"Lightning has made the {kind.__name__} of {stage}_dataloader again, around a sampler that shares the "
+            "samples among the ranks: its batches are other ones than on one rank, and ranks may have different "
+            "numbers of them. Use LengthBatchSampler, or Trainer(use_distributed_sampler=False) with a batch sampler "
+            "that shares its batches itself.",
+            category=TurboWarning,
+        )
 
 
 def _stage_of(trainer: Any) -> str:

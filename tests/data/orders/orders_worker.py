@@ -8,10 +8,18 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_turbo import LengthBatchSampler, WeightedSampler
+from lightning_turbo import LengthBatchSampler, Prefetch, WeightedSampler
 
+CASES = (
+    ("ddp", "by length", "outside"),
+    ("ddp", "by length", "hook"),
+    ("turbo_ddp", "by length", "datamodule"),
+    ("turbo_ddp", "by length", "outside"),
+    ("ddp", "by weight", "hook"),
+    ("turbo_ddp", "by weight", "outside"),
+)
 LENGTHS = [1 + i * 7 % 23 for i in range(42)]
 
 
@@ -19,6 +27,27 @@ def make_loader(order):
     if order == "by length":
         return DataLoader(range(42), batch_sampler=LengthBatchSampler(LENGTHS, max_cost=60, seed=1))
     return DataLoader(range(42), batch_size=4, sampler=WeightedSampler([1.0, 2.0] * 21, 40, seed=1))
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of a user's."""
+
+
+def own_batches_are_told():
+    """What ``Prefetch`` says where Lightning makes a user's batch sampler again."""
+
+    class Own(Net):
+        def train_dataloader(self):
+            return DataLoader(range(8), batch_sampler=OwnBatches(SequentialSampler(range(8)), 2, drop_last=False))
+
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, barebones=True, callbacks=[Prefetch()],
+        limit_val_batches=0,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(Own("", None))
+    return [str(each.message) for each in said if "made the OwnBatches" in str(each.message)]
 
 
 class Net(LightningModule):
@@ -64,18 +93,17 @@ class Data(LightningDataModule):
 def main(folder):
     warnings.simplefilter("ignore")
     found = {}
-    for strategy in ("ddp", "turbo_ddp"):
-        for order in ("by length", "by weight"):
-            for where in ("hook", "outside", "datamodule"):
-                trainer = Trainer(
-                    accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, barebones=True,
-                    num_sanity_val_steps=0,
-                )  # fmt: skip
-                model = Net(order, make_loader(order) if where == "outside" else None)
-                data = Data(order) if where == "datamodule" else None
-                trainer.fit(model, datamodule=data)
-                trainer.predict(model, datamodule=data, return_predictions=False)
-                found[f"{strategy}, {order}, {where}"] = model.seen
+    for strategy, order, where in CASES:
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, barebones=True,
+            num_sanity_val_steps=0,
+        )  # fmt: skip
+        model = Net(order, make_loader(order) if where == "outside" else None)
+        data = Data(order) if where == "datamodule" else None
+        trainer.fit(model, datamodule=data)
+        trainer.predict(model, datamodule=data, return_predictions=False)
+        found[f"{strategy}, {order}, {where}"] = model.seen
+    found["own"] = own_batches_are_told()
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
