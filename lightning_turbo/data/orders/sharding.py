@@ -121,7 +121,7 @@ class Sharding(NamedTuple):
         sampler, batch_size, drop_last = outer, 1, False
         if type(outer) in (BatchSampler, EpochBatchSampler):
             sampler, batch_size, drop_last = outer.sampler, outer.batch_size, outer.drop_last
-        elif (type(outer) is EpochSampler and not outer.batched) or type(outer) is EpochSampler:
+        elif type(outer) is EpochSampler:
             sampler = outer.sampler
         if type(sampler) is LengthBatchSampler:
             rank, ranks = sampler.ranks()
@@ -182,15 +182,17 @@ class Sharding(NamedTuple):
             refuse("sampler", order.sampler, here.sampler)
         if order.digest != here.digest:
             refuse("digest of the sampler's weights or lengths", order.digest, here.digest)
-        # How many batches an order of these has depends on the ranks.
-        if order.step_ranks == here.step_ranks and not order.cuts and order.length != here.length:
-            refuse("length of the dataset", order.length, here.length)
+        self._check_length(order)
         # From one rank to several Lightning takes a DistributedSampler, which shuffles. The order that began goes on.
         is_lightnings = len(both) == 2 and "DistributedSampler" in both
         if order.shuffle != here.shuffle and not is_lightnings:
             refuse("shuffle", order.shuffle, here.shuffle)
         if order.shuffle and order.seed != here.seed and None not in (order.seed, here.seed):
             refuse("seed of the sampler", order.seed, here.seed)
+
+    def _check_length(self, order: SampleOrder) -> None:
+        if order.length != self.length:
+            refuse("length of the dataset", order.length, self.length)
 
     def count_batches(self, start: int = 0) -> int:
         """Return how many batches this rank has of an order from its sample ``start`` on."""
@@ -268,6 +270,9 @@ class BatchSharding(Sharding):
     def order_of(self, epoch: int, generator: Any, has_own_generator: bool) -> SampleOrder:
         """Return the order of an epoch, which is drawn from no generator of the process."""
         return dataclasses.replace(self.order, epoch=epoch)
+
+    def _check_length(self, order: SampleOrder) -> None:
+        """Nothing: how many batches there are depends on the ranks, and the digest is of all lengths."""
 
     def reshard(self, order: SampleOrder, used: int) -> Shards:
         """Return how the batches are sharded that are left of an order."""
