@@ -117,7 +117,7 @@ def test_an_epoch_that_was_left_early_is_followed_by_the_trainers_own():
     plain = fit(LOADERS["shuffled"](), model=Skips, max_epochs=3)
     ours = fit(LOADERS["shuffled"](), Prefetch(), model=Skips, max_epochs=3)
     assert ours.seen == plain.seen
-    assert ours.trainer.train_dataloader._run.live is None or ours.trainer.train_dataloader._run.position.consumed >= 3
+    assert ours.trainer.train_dataloader._live is None or ours.trainer.train_dataloader._position.consumed >= 3
 
 
 # ---- Settings.

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -253,43 +253,6 @@ def test_methods_of_other_kinds(kind, bases):
     datamodule = type("Data", bases, {})()
     datamodule.train_dataloader = lambda: A  # on the object
     assert isinstance(loaders_of(datamodule), PrefetchLoader)
-
-
-class Epochs(DataLoader):
-    """A loader whose batches follow from an attribute, which its owner sets in each epoch."""
-
-    epoch = 0
-
-    def __iter__(self):
-        for data, number in super().__iter__():
-            yield data, number + 100 * self.epoch
-
-
-class Kept(LightningDataModule):
-    def __init__(self):
-        super().__init__()
-        self.loader = Epochs(Numbers(8), batch_size=4)
-
-    def train_dataloader(self):
-        return self.loader
-
-
-class KeptMine(PrefetchDataModule, Kept):
-    pass
-
-
-class Tell(Callback):
-    def on_train_epoch_start(self, trainer, pl_module):
-        trainer.datamodule.loader.epoch = trainer.current_epoch + 1
-
-
-@pytest.mark.filterwarnings("ignore:Loading a batch draws from the global RNG")
-@pytest.mark.parametrize("settings", [{}, {"sample_seeds": 1}], ids=str)
-def test_what_is_set_on_a_loader_that_the_datamodule_keeps_takes_effect(settings):
-    plain = fit(Kept(), Tell()).seen
-    assert plain == [[100, 101, 102, 103], [104, 105, 106, 107], [200, 201, 202, 203], [204, 205, 206, 207]]
-    assert fit(Kept(), Tell(), Prefetch(**settings)).seen == plain
-    assert fit(type("Data", (PrefetchDataModule, Kept), {})(**settings), Tell()).seen == plain
 
 
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
@@ -601,7 +564,7 @@ def test_a_prefetch_loader_of_the_users_is_given_back_as_it_was(reload):
     added = Prefetch(device_transform=lambda batch: batch)
     fit(gives(loader, LightningDataModule), added, **run)
     assert loader.transfer is None
-    assert loader._run.limit is None
+    assert loader._limit is None
 
 
 class Dealt(Stream):

@@ -113,7 +113,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, hook, batches, tmp_pa
     assert counters[0] == counters[1]
 
 
-@pytest.mark.parametrize("batches", [2, 3, 8])
+@pytest.mark.parametrize("batches", [2, 3, 6, 8])
 @pytest.mark.parametrize("kind", ["datamodule", "prefetch loader, turbo"])
 def test_a_step_that_was_under_way_is_made_again_with_the_same_numbers(kind, batches, tmp_path):
     """Also right after a validation, which Lightning would begin once more, and draw for it."""
@@ -200,7 +200,7 @@ class WaitingForSteps(Waiting):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_end"])
-@pytest.mark.parametrize("batches", [3, 4, 8])
+@pytest.mark.parametrize("batches", [3, 6, 8, 12])
 @pytest.mark.parametrize("interval", [1.0, 2])
 def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, batches, hook, tmp_path):
     path, runs = tmp_path / "at.ckpt", []

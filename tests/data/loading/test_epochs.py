@@ -429,3 +429,35 @@ def test_a_stop_between_iter_and_the_first_batch(dataset, restored, workers):
     if restored == "after iter":
         torch.set_rng_state(rng)
     assert (values(again), values(other), torch.rand(1)) == expected
+
+
+@pytest.mark.parametrize("sampler", [None, "replacement", "own"])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("drawn_meanwhile", [False, True])
+def test_a_state_before_the_first_batch_fixes_the_order(workers, begun, own, sampler, drawn_meanwhile):
+    """In the same loader, and in one of another process, which has drawn other numbers."""
+
+    def make():
+        generator = seeded(5) if own else None
+        order = {"shuffle": True, "generator": generator}
+        if sampler == "replacement":
+            order = {"sampler": RandomSampler(range(20), replacement=True, generator=generator), "generator": generator}
+        if sampler == "own":
+            order = {"sampler": Drawn(generator), "generator": generator}
+        return PrefetchLoader(range(20), 3, num_workers=workers, **order)
+
+    torch.manual_seed(0)
+    loader = make()
+    if begun:
+        list(loader)
+    rest = iter(loader) if begun else loader
+    state = saved(loader.state_dict())
+    expected = values(rest)
+    for again in (loader, make()):
+        if drawn_meanwhile:
+            torch.manual_seed(7)
+        again.load_state_dict(state)
+        assert values(again) == expected
+        assert len(values(again)) == 7

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.loading.epoch_state import used_states
@@ -203,3 +203,52 @@ def test_generators_of_the_system_and_of_the_process_are_not_the_datasets_own():
     again = PrefetchLoader(Odd(), 2)
     again.load_state_dict(state)
     assert values(again) == values(iterator)
+
+
+class Endless(Sampler):
+    """Draws each entry from a generator of its own, for ever."""
+
+    def __init__(self):
+        self.generator = seeded(1)
+
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(1000, (), generator=self.generator))
+
+
+LONG = {
+    "sequential": dict,
+    "with replacement": lambda: {
+        "sampler": RandomSampler(range(1000), replacement=True, num_samples=10**10, generator=seeded(2)),
+    },
+    "with replacement, from a seed": lambda: {
+        "sampler": RandomSampler(range(1000), replacement=True, num_samples=10**10),
+    },
+    "endless": lambda: {"sampler": Endless()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("used", [1, 3, 40])
+def test_an_order_of_ten_thousand_million_entries_is_drawn_as_it_is_needed(order, used):
+    """Whole, it would not fit into memory."""
+
+    def make(cls):
+        torch.manual_seed(0)
+        return cls(Rows(10**10), 4, **order())
+
+    expected = take(make(DataLoader), used + 5)
+    loader = make(PrefetchLoader)
+    assert take(loader, used) == expected[:used]
+    again = make(PrefetchLoader)
+    again.load_state_dict(saved(loader.state_dict()))
+    assert take(again, 5) == expected[used:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_states_of_a_samplers_generator_are_let_go(workers):
+    loader = PrefetchLoader(Rows(1000), 1, sampler=Endless(), num_workers=workers)
+    iterator = iter(loader)
+    take(iterator, 300)
+    assert len(loader._index_sampler._recorded) <= 12  # those of what is loaded ahead
+    loader.close()

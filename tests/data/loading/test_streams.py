@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading import streams
 from lightning_turbo.data.loading.epoch_state import used_states
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Stream, saved, seeded, take, values
@@ -161,3 +162,42 @@ def test_a_state_after_a_broken_batch_of_a_stream_goes_on():
     other.load_state_dict(saved(loader.state_dict()))
     assert values(other) == [[6], [7]]
     loader.close()
+
+
+class Clock:
+    """Stands for the clock: only asking a stream for its state takes time, and loading a batch."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.mark.parametrize(("asking", "most"), [(0.0, 21), (0.002, 5), (0.01, 2), (1.0, 1)])
+def test_a_stream_is_asked_so_seldom_that_it_takes_a_small_part_of_the_time(asking, most, monkeypatch):
+    """Each of its 20 batches takes 10 ms; its state may hold a buffer of any size."""
+    clock = Clock()
+    monkeypatch.setattr(streams, "time", clock)
+
+    class Slow(Placed):
+        asked = 0
+
+        def __iter__(self):
+            for each in super().__iter__():
+                clock.now += 0.01
+                yield each
+
+        def state_dict(self):
+            Slow.asked += 1
+            clock.now += asking
+            return super().state_dict()
+
+    loader = PrefetchLoader(Slow(), 1)
+    iterator = iter(loader)
+    take(iterator, 13)
+    state = saved(loader.state_dict())
+    rest = values(iterator)
+    assert 0 < Slow.asked <= most
+    again = PrefetchLoader(Slow(), 1)
+    again.load_state_dict(state)
+    assert values(again) == rest

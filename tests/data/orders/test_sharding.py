@@ -31,6 +31,11 @@ def in_order(ranks, rank):
     return SequentialSampler(range(LENGTH)) if ranks == 1 else DistributedSampler(range(LENGTH), ranks, rank, False)
 
 
+def unshuffled_at_first(ranks, rank):
+    """Lightning shuffles on several ranks, whatever the loader says: the order that began goes on."""
+    return SequentialSampler(range(LENGTH)) if ranks == 1 else DistributedSampler(range(LENGTH), ranks, rank)
+
+
 SAMPLERS = [seeded_sampler, lightnings, in_order]
 LIVES = [((2, 4), (1, 8), (3, 2)), ((1, 3), (2, 5), (1, 1)), ((1, 5), (1, 2), (1, 7)), ((3, 1), (2, 1), (2, 6))]
 
@@ -56,7 +61,10 @@ def run(made, state, batches=None):
     return [index for turn in turns for index in turn if index is not None], saved(made[0].state_dict())
 
 
-@pytest.mark.parametrize(("make", "lives"), [*itertools.product(SAMPLERS, LIVES), (own_generator, LIVES[2])])
+@pytest.mark.parametrize(("make", "lives"), [
+    *itertools.product(SAMPLERS, LIVES), (own_generator, LIVES[2]),
+    (unshuffled_at_first, ((1, 4), (2, 3), (2, 2))), (unshuffled_at_first, ((1, 4), (2, 3), (1, 2))),
+])  # fmt: skip
 def test_lives_of_other_ranks_and_batches_make_one_epoch(make, lives):
     whole, _ = run(loaders(make, *lives[0]), None)
     seen, state = [], None
