@@ -12,7 +12,7 @@ from lightning_turbo.doctor.kept_files import KeptFiles
 __all__ = ["ShortEpochs"]
 
 VALIDATED = 4
-"""Batches of a validation that are enough to see what one takes."""
+"""Batches of a validation that are enough to see what one takes, where no worker processes load."""
 
 
 class ShortEpochs(Listener):
@@ -46,8 +46,10 @@ class ShortEpochs(Listener):
             trainer.val_check_batch = min(trainer.val_check_batch, loop.max_batches)
         if trainer.check_val_every_n_epoch is not None:
             trainer.check_val_every_n_epoch = 1
+        # The first batches of all workers come together: a later one tells how many come in a second.
+        enough = max(VALIDATED, 2 + _validation_workers(trainer))
         limits = trainer.num_val_batches
-        limits[:] = [min(each, VALIDATED) for each in limits]
+        limits[:] = [min(each, enough) for each in limits]
 
     def end_step(self, step: int) -> None:
         """Keep files behind the last step: what comes now would have come after many more."""
@@ -61,6 +63,15 @@ class ShortEpochs(Listener):
         """Put files back."""
         if self._files is not None:
             self._files.put_back()
+
+
+def _validation_workers(trainer: Any) -> int:
+    """Return the most worker processes that a validation loader has."""
+    given: Any = trainer.val_dataloaders
+    loaders = (
+        list(given.values()) if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else [given]
+    )
+    return max((getattr(each, "num_workers", 0) for each in loaders), default=0)
 
 
 def _unless_remote(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_turbo._lightning import Precision
 from lightning_turbo._trainer import combined_loader, supports_lean_loop
 from lightning_turbo.callbacks.fused_optimizers import can_fuse
-from lightning_turbo.data.loading.loader import PrefetchLoader
+from lightning_turbo.doctor.loaders import describe_loader
 from lightning_turbo.measure import huge_pages
 from lightning_turbo.nn.bias import LAYERS, NORMS
 from lightning_turbo.nn.memory_format import has_format
@@ -30,12 +29,12 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
     loader = _training_loader(trainer)
     device = trainer.strategy.root_device.type
     batches = _whole(trainer.num_training_batches)
-    workers = getattr(loader, "num_workers", 0)
+    loading = describe_loader(loader)
     has = {
-        "dataloader": isinstance(loader, DataLoader),
-        "no thread": not isinstance(loader, PrefetchLoader),
-        "new workers": workers > 0 and not getattr(loader, "persistent_workers", False),
-        "not pinned": not getattr(loader, "pin_memory", False),
+        "dataloader": loading.standard,
+        "no thread": not loading.prefetches,
+        "new workers": loading.workers > 0 and not loading.persistent_workers,
+        "not pinned": not loading.pin_memory,
         # What a script tells DDP, as to find unused parameters, would be lost in another one.
         "own strategy": type(trainer.strategy).__name__ in STRATEGIES_OF_RANKS
         and not getattr(trainer.strategy, "_ddp_kwargs", {}),
@@ -52,7 +51,7 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
     }
     return {
         "device": device,
-        "num_workers": workers,
+        "num_workers": loading.workers,
         "batches": batches,
         "epochs": _epochs(trainer, batches),
         "validations": _validations(trainer, batches),

@@ -140,9 +140,9 @@ PLANTED = {
 CLEAN = {
     "plain": {},
     "workers that stay": {
-        "step": "(torch.ones(700, 700) @ torch.ones(700, 700)).sum()",
-        "loader": "DataLoader(images(1280), 32, num_workers=1, persistent_workers=True)",
-        "validation_loader": "DataLoader(images(128), 32, num_workers=1, persistent_workers=True)",
+        "step": "(torch.ones(900, 900) @ torch.ones(900, 900)).sum()",
+        "loader": "DataLoader(images(320), 8, num_workers=1, persistent_workers=True)",
+        "validation_loader": "DataLoader(images(32), 8, num_workers=1, persistent_workers=True)",
     },
     "checkpoints": {"checkpoints": "True", "callbacks": "[ModelCheckpoint('saved', monitor='val_loss')]"},
     "two groups": {
