@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["blur", "crop", "flip", "low_resolution", "on_rows", "sample_linear", "samples_by_torch"]
+__all__ = [
+    "affine_grid",
+    "blur",
+    "crop",
+    "flip",
+    "grid_of",
+    "low_resolution",
+    "on_rows",
+    "sample_linear",
+    "samples_by_torch",
+]
 
 # Voxels. A filter up to this width is one convolution in two dimensions; a wider one costs less as matrices.
 WIDEST_FILTER = 13
@@ -26,17 +36,30 @@ def samples_by_torch(image: Tensor) -> bool:
     return image.dim() == 4 or image.is_cuda
 
 
-def sample_linear(image: Tensor, source: Tensor, padding_mode: str) -> Tensor:
-    """Sample images by ``grid_sample``, linearly.
+def grid_of(source: Tensor) -> Tensor:
+    """Return what ``grid_sample`` takes: the last axis first, and an image from -1 to 1.
 
     Args:
-        image: ``(n, channels, *space)``.
         source: Where each voxel of the result comes from, in voxels from the centre, ``(n, axes, *space)``.
-        padding_mode: As ``grid_sample`` takes it.
     """
-    # The last axis comes first there, and an image reaches from -1 to 1.
-    axes = [source[:, axis] * (2 / size) for axis, size in enumerate(image.shape[2:])]
-    grid = torch.stack(axes[::-1], -1)
+    axes = [source[:, axis] * (2 / size) for axis, size in enumerate(source.shape[2:])]
+    return torch.stack(axes[::-1], -1)
+
+
+def affine_grid(matrix: Tensor, space: Sequence[int]) -> Tensor:
+    """Return the same for a matrix in voxels from the centre, ``(n, axes, axes + 1)``: in one pass over the voxels."""
+    axes = len(space)
+    scale = 2 / torch.tensor(space, device=matrix.device, dtype=matrix.dtype)
+    columns = (matrix * scale[:, None]).flip(1).unbind(2)
+    grid = columns[-1].view(-1, *[1] * axes, axes)
+    for axis, size in enumerate(space):
+        steps = torch.arange(size, device=matrix.device, dtype=matrix.dtype) - (size - 1) / 2
+        grid = grid + columns[axis].view(-1, *[1] * axes, axes) * steps.view(-1, *[1] * (axes - axis))
+    return grid
+
+
+def sample_linear(image: Tensor, grid: Tensor, padding_mode: str) -> Tensor:
+    """Sample images by ``grid_sample``, linearly."""
     return F.grid_sample(image, grid, padding_mode=padding_mode, align_corners=False)
 
 
@@ -97,8 +120,10 @@ def flip(batch: Tensor, flipped: Sequence[Sequence[int]]) -> Tensor:
     """Return the samples mirrored along axes of each, one after another; the batch itself if there are none."""
     if not any(flipped):
         return batch
-    pairs = zip(batch, flipped, strict=True)
-    return torch.stack([sample.flip(list(axes)) if axes else sample for sample, axes in pairs])
+    done = torch.empty_like(batch)
+    for sample, room, axes in zip(batch, done, flipped, strict=True):
+        room.copy_(sample.flip(list(axes)) if axes else sample)
+    return done
 
 
 def on_rows(batch: Tensor, rows: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

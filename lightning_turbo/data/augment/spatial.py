@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -28,17 +29,25 @@ class _Resampled(Transform):
         check_choice(f"{type(self).__name__}: padding_mode", padding_mode, PADDINGS)
         self.padding_mode = padding_mode
 
-    def resample(self, parts: Parts, rows: Tensor, source: Tensor) -> None:
-        """Sample images and masks at ``source``, in voxels from the centre: ``(len(rows), axes, *space)``."""
-        corners, by_torch = None, kernels.samples_by_torch(parts.images[0])
-        if parts.masks or not by_torch:
-            corners = _Corners(source, self.padding_mode)
+    def resample(self, parts: Parts, rows: Tensor, source: Tensor | None, grid: Tensor | None = None) -> None:
+        """Sample images and masks.
 
-        def linear(image: Tensor) -> Tensor:
-            if by_torch or corners is None:
-                return kernels.sample_linear(image, source, self.padding_mode)
-            return corners.linear(image)
-
+        Args:
+            parts: What is sampled.
+            rows: Positions of the samples in the batch.
+            source: Where each voxel of the result comes from, in voxels from the centre: ``(len(rows), axes, *space)``.
+                ``None`` where there are no masks and the grid is known.
+            grid: The same as ``grid_sample`` takes it, if it is known.
+        """
+        by_torch = kernels.samples_by_torch(parts.images[0])
+        corners = None if source is None or (by_torch and not parts.masks) else _Corners(source, self.padding_mode)
+        if by_torch:
+            known = kernels.grid_of(source) if grid is None and source is not None else grid
+            assert known is not None
+            linear = functools.partial(kernels.sample_linear, grid=known, padding_mode=self.padding_mode)
+        else:
+            assert corners is not None
+            linear = corners.linear
         parts.images = [on_rows(image, rows, linear) for image in parts.images]
         if corners is not None:
             parts.masks = [on_rows(mask, rows, corners.nearest) for mask in parts.masks]
@@ -170,8 +179,14 @@ class RandomAffine(_Resampled):
             sizes = torch.tensor(self.spacing, dtype=shift.dtype)
             turned = matrix[:, :, :axes] * sizes / sizes[:, None]
             matrix = torch.cat([turned, -turned @ shift[:, :, None]], 2)
-        if len(rows):
-            self.resample(parts, rows, self.source(matrix[rows], parts.space, parts.images[0].device))
+        if not len(rows):
+            return
+        image, grid, source = parts.images[0], None, None
+        if kernels.samples_by_torch(image):
+            grid = kernels.affine_grid(matrix[rows].to(image.device, torch.float32, non_blocking=True), parts.space)
+        if grid is None or parts.masks:
+            source = self.source(matrix[rows], parts.space, image.device)
+        self.resample(parts, rows, source, grid)
 
     @staticmethod
     def matrix(angles: Tensor, scale: Tensor, shear: Tensor, shift: Tensor) -> Tensor:

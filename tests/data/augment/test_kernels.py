@@ -25,7 +25,17 @@ def test_both_ways_to_sample_agree(space, padding_mode):
     axes, image = len(space), images(3, 2, *space)
     source = 1.3 * (images(3, axes, *space) - 0.5) * torch.tensor(space).view(1, axes, *[1] * axes)
     ours = _Corners(source, padding_mode).linear(image)
-    torch.testing.assert_close(kernels.sample_linear(image, source, padding_mode), ours, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        kernels.sample_linear(image, kernels.grid_of(source), padding_mode), ours, atol=2e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("space", [(16, 12), (8, 9, 10)])
+def test_the_grid_of_a_matrix_is_that_of_its_places(space):
+    axes = len(space)
+    matrix = images(3, axes, axes + 1) - 0.5
+    source = augment.RandomAffine.source(matrix, space, torch.device("cpu"))
+    torch.testing.assert_close(kernels.affine_grid(matrix, space), kernels.grid_of(source), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 1.5])
@@ -70,9 +80,10 @@ def test_a_turn_in_lengths_keeps_lengths():
     seen = []
 
     class Affine(augment.RandomAffine):
-        def source(self, matrix, space, device):
+        @staticmethod
+        def source(matrix, space, device):
             seen.append(matrix)
-            return super().source(matrix, space, device)
+            return augment.RandomAffine.source(matrix, space, device)
 
     augment.BatchAugmentation([Affine(40, (1, 1), translate=0.2, spacing=spacing)], 0)(
         (images(5, 1, 8, 9, 7),), range(5)
