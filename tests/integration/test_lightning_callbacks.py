@@ -115,6 +115,27 @@ def test_a_moving_average_is_that_of_what_the_optimizer_updates(level, ours):
     assert net.losses == alone.losses
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_moving_average_stays_finite_over_skipped_steps(level):
+    """It counts a skipped step as one that left the weights as they were, as under Lightning's own 16-mixed."""
+
+    class Overflowing(Net):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) * (torch.inf if index in (0, 3) else 1.0)
+
+    net, recorder, plugin = Overflowing(), Recorder(), ApexAMP(level, dtype=torch.float16)
+    ema = averaging.EMAWeightAveraging(decay=0.7, use_buffers=False)
+    quiet_trainer(max_epochs=2, plugins=[plugin], callbacks=[recorder, ema], limit_val_batches=0).fit(
+        net, loader(), loader()
+    )
+    assert plugin.scaler.skipped_steps == 4
+    expected, average = recorder.steps[0], get_ema_avg_fn(0.7)
+    assert same(expected, [p.detach() for p in Net().parameters()])
+    for weights in recorder.steps[1:]:
+        expected = [average(e, w, 1) for e, w in zip(expected, weights, strict=True)]
+    torch.testing.assert_close([p.detach() for p in net.parameters()], expected)
+
+
 @pytest.mark.parametrize("validate", [0, 2])
 @pytest.mark.parametrize("level", [None, "O0", "O2"])
 def test_a_moving_average_has_buffers_too(level, validate):
