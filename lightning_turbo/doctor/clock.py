@@ -376,7 +376,11 @@ def _methods_of(event: str, listeners: Sequence[Listener]) -> tuple[Callable[...
 
 
 class _Told:
-    """A method of a logger, whose calls are actions of a clock."""
+    """A method of a logger, whose calls are actions of a clock.
+
+    Who starts it: the clock, in ``begin``. What ends it: the clock, in ``stop``. What always holds: the logger's own
+    method is called with what it was given, and its errors pass.
+    """
 
     def __init__(self, clock: FitClock, action: str) -> None:
         self.clock, self.action = clock, action

@@ -46,6 +46,8 @@ class Sources:
     Own is every file outside of the standard library, the site packages, torch, Lightning and this package. A library
     file that defines one of ``objects`` is adopted: its lines count where no own line is on the stack.
 
+    A ``Session`` makes it and drops it with itself. What always holds: it reads files and frames, and changes nothing.
+
     Args:
         objects: The LightningModule, the DataModule and the user's callbacks.
     """

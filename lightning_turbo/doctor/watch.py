@@ -212,6 +212,8 @@ class Watch(Listener):
 
 
 class _Functions(TorchFunctionMode):
+    """Has a ``Watch`` call torch's functions, from its ``resume`` to its ``pause``, and changes none of them."""
+
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
