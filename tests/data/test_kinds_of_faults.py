@@ -231,31 +231,6 @@ def test_the_file_list_of_a_dataset_is_not_walked_for_threads():
     assert values(PrefetchLoader(Files(), 2, threads=2)) == [[n, n + 1] for n in range(0, 8, 2)]
 
 
-def calls(function):
-    """How many calls of this package a function makes, in all threads."""
-    count = [0]
-
-    def profile(frame, event, argument):
-        count[0] += event == "call" and "/lightning_turbo/" in frame.f_code.co_filename
-
-    threading.setprofile(profile)
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return count[0]
-
-
-def test_a_batch_takes_ten_calls_of_this_package_and_an_epoch_fifty():
-    short, long = (PrefetchLoader(range(length), 2, shuffle=True) for length in (40, 240))
-    for loader in (short, long):
-        list(loader)  # which finds out what the loader draws
-    assert (calls(lambda: list(long)) - calls(lambda: list(short))) / 100 <= 10
-    assert calls(lambda: iter(short)) <= 50
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
     gc.disable()

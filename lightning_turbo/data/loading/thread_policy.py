@@ -125,7 +125,8 @@ class ThreadPolicy:
             self._seconds += seconds
         self._is_watching = False
         self._is_slow = self._seconds >= MIN_BATCH_SECONDS * max(self._measured, FEW_BATCHES)
-        self.is_settled = not (self._notes_states() or self._is_open())
+        if self._is_slow or not self.is_settled:  # one that is quick stays as it is
+            self.is_settled = not (self._notes_states() or self._is_open())
         if self._is_slow:
             return self._loaded > 1 and is_left and self._may_load()
         if self._loaded == FEW_BATCHES or not is_left:

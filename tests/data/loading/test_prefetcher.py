@@ -1,12 +1,16 @@
 """What an iterator hands over: every item in its turn, and errors at theirs."""
 
+import sys
+import threading
 import time
 
 import pytest
 import torch
 
-from lightning_turbo.data import PrefetchIterator
+from lightning_turbo.data import PrefetchIterator, PrefetchLoader
+from lightning_turbo.data.loading import thread_policy
 from tests.data.loading.iterators import for_a_thread
+from tests.data.samples import Rows
 from tests.leftovers import prefetch_threads
 
 pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
@@ -72,3 +76,35 @@ def test_errors_of_a_stage_come_at_their_item_and_the_rest_follows(error):
 def test_batches_in_memory_of_their_own_are_not_copied():
     made = [torch.full((3,), n) for n in range(6)]
     assert all(got is batch for got, batch in zip(PrefetchIterator(iter(made)), made, strict=True))
+
+
+def calls(function):
+    """How many calls of this package a function makes, in all threads."""
+    count = [0]
+
+    def profile(frame, event, argument):
+        count[0] += event == "call" and "/lightning_turbo/" in frame.f_code.co_filename
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return count[0]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["thread", "quick"])
+@pytest.mark.parametrize(
+    ("settings", "most", "begin"), [({}, 10, 50), ({"sample_seeds": 1}, 53, 54)], ids=["plain", "seeded"]
+)
+@pytest.mark.filterwarnings("ignore:sample_seeds seeds the random generators")
+def test_how_many_calls_of_this_package_a_batch_and_an_epoch_take(settings, most, begin, seconds, monkeypatch):
+    """A batch of four samples, in which seeds are set for each of them; and an epoch's beginning."""
+    monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", seconds)
+    short, long = (PrefetchLoader(Rows(length), 4, shuffle=True, **settings) for length in (80, 480))
+    for loader in (short, long):
+        list(loader)  # which finds out what the loader draws
+    assert (calls(lambda: list(long)) - calls(lambda: list(short))) / 100 <= most
+    assert calls(lambda: iter(short)) <= begin

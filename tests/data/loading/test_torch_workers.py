@@ -1,16 +1,18 @@
 """Worker processes that end while the thread waits for them: nothing hangs, and no epoch is short without a word."""
 
+import ast
 import functools
 import math
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader
+from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader, loading
 from lightning_turbo.data.loading import thread_policy
 from lightning_turbo.data.loading.background import JOIN_TIMEOUT
 from tests.collecting import collect_in_its_thread
@@ -191,3 +193,16 @@ def test_the_next_epoch_waits_for_a_thread_that_collects_its_own_iterator():
     collect_in_its_thread(holder, loader._iterator)
     assert values(loader) == [[n, n + 1] for n in range(0, 40, 2)]
     loader.close()
+
+
+PRIVATE = {
+    "_BaseDataLoaderIter", "_data_queue", "_dataset_fetcher", "_next_index", "_pin_memory_thread", "_sampler_iter",
+    "_shutdown", "_shutdown_workers", "_try_get_data", "_worker_result_queue",
+}  # fmt: skip
+
+
+def test_what_torch_keeps_private_in_its_iterators_is_read_in_one_file():
+    for path in Path(loading.__file__).parent.glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        names = {getattr(node, "attr", getattr(node, "id", getattr(node, "name", None))) for node in nodes}
+        assert path.name == "torch_workers.py" or not names & PRIVATE, path
