@@ -28,8 +28,9 @@ class DeviceTransfer:
 
     A ``PrefetchLoader(transfer=...)`` calls it: ``stages`` in its background thread, then ``send`` for up to
     ``prefetch_batches`` batches beyond the one in use, and ``receive`` when the batch is returned. It has no life of
-    its own: all transfers to one device share one side stream, whatever loaders are made in a run. A batch is for the
-    stream that is current when it is returned; who uses it on another calls ``record_stream``, as for any tensor.
+    its own: all transfers to one device share one side stream, whatever loaders are made in a run. Always: a copy
+    waits for the steps that were begun before it, and a batch that is returned for its copy. It is for the stream that
+    is current then; who uses it on another calls ``record_stream``, as for any tensor.
 
     Args:
         device: ``"cpu"``, or a CUDA device.

@@ -54,6 +54,9 @@ class LoadingLock:
     A thread may enter a lock again that it holds. Nobody waits for ever, as a stream may never return: who has waited
     for ``LOCK_TIMEOUT`` goes on without the lock, with a warning, because two loads beside each other are right for
     most datasets, and a run that stands still is right for none.
+
+    ``TURNS`` lives as long as the process, a lock of a loader's own as long as its epoch. Always: a thread that is
+    inside counts as loading (``is_loading``), and a forked child begins with all locks free.
     """
 
     def __init__(self) -> None:

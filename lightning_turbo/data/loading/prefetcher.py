@@ -27,6 +27,9 @@ class PrefetchIterator(Iterator[Any]):
     a thread takes all others ahead. It ends with the source, on ``close``, when this object is collected, and when the
     interpreter ends. The logger ``lightning_turbo.data`` tells at DEBUG whether a thread loads, and why not.
 
+    Always: each item of the source is returned once, in order, and counted when it is returned or raises; whoever
+    interrupts a load closes this object, because the source has gone on without the item.
+
     Errors of the source, ``KeyboardInterrupt`` and ``SystemExit`` among them, are raised here, at the item where they
     happened, with their own traceback. The thread takes over grad mode, inference mode and autocast from the thread
     that takes the item before its first.
