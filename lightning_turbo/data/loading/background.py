@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -103,19 +104,21 @@ class Background:
     def _take_in_slices(self) -> Any:
         return take_in_slices(self.source, lambda: self.is_closed)
 
-    def start(self, depth: int) -> None:
+    def start(self, depth: int, measured: Callable[[float], None]) -> None:
         """Start the thread, which keeps ``depth`` batches ready, in the modes of the calling one.
+
+        When it ends, it calls ``measured`` with the seconds that a batch took.
 
         It has no room before it is known here. Otherwise an interrupt, which comes while the start is waited for, would
         leave one behind that takes batches and that nobody ends.
         """
         self.room = queue.SimpleQueue()
-        thread = self.thread = BackgroundGenerator(self._boxes(ThreadState()), max_prefetch=0)
+        thread = self.thread = BackgroundGenerator(self._boxes(ThreadState(), measured), max_prefetch=0)
         thread.name = f"lightning_turbo-prefetch-{id(thread):x}"
         for _ in range(depth + 1):
             self.room.put(None)
 
-    def _boxes(self, modes: ThreadState) -> Iterator[list[Item]]:
+    def _boxes(self, modes: ThreadState, measured: Callable[[float], None]) -> Iterator[list[Item]]:
         """Yield the items of the thread, each in a list that its taker empties.
 
         ``BackgroundGenerator`` holds on to what it passed on last. That would keep a batch longer than its taker does
@@ -129,12 +132,16 @@ class Background:
             torch.set_num_threads(1)
         take = self._take_in_slices if self.has_workers else self.take
         _logger.debug("thread started: it takes the batches of %s from number %d on", type(self.source), self.taken)
+        first = self.taken
+        seconds = 0.0
         try:
             while self.taken < self.limit:
                 self.room.get()
                 if self.is_closed:
                     return
+                began = time.perf_counter()
                 box = [self.load(take)]
+                seconds += time.perf_counter() - began
                 is_last = box[0].error is not None
                 if is_last and not self.has_workers:
                     tell_of_thread(box[0].error)
@@ -143,6 +150,8 @@ class Background:
                     return
         finally:
             _logger.debug("thread ended: %d batches were taken of %s", self.taken, type(self.source))
+            if self.taken > first:
+                measured(seconds / (self.taken - first))
             # Who closed this may not have waited for this thread, see ``_is_over``; a second release does nothing.
             if self.is_closed:
                 self._release()

@@ -20,7 +20,7 @@ __all__ = ["PrefetchIterator"]
 class PrefetchIterator(Iterator[Any]):
     """Iterate over ``source`` in a background thread that keeps some items ready.
 
-    The calling thread takes the first items: seeds that a sampler draws at its start come then from the same place as
+    The calling thread takes the first item: seeds that a sampler draws at its start come then from the same place as
     without this class. It goes on to take them as long as one takes less than half a millisecond, because a thread has
     nothing to gain there. The first item after that is watched, and a source that draws from the global RNGs stays in
     the calling thread too, with a ``NoEffectWarning``; so does one that is iterated by a prefetching thread. Otherwise
@@ -170,7 +170,7 @@ class PrefetchIterator(Iterator[Any]):
             item = background.load(background.take) if policy.is_settled else self._load_watched()
             is_left = item.error is None and background.taken < background.limit
             if policy.count(time.perf_counter() - began, is_left):
-                background.start(self._depth)
+                background.start(self._depth, policy.note)
         except BaseException as error:  # not of the batch, but beside it: the source has gone on, and the batch is lost
             self._close_after(error)
             raise

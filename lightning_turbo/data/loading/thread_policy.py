@@ -41,12 +41,14 @@ class LoadProfile:
             the second batch.
         is_watched: Whether a batch was watched line by line; before that, generators that are put back go unseen.
         is_told: Whether it was told that no thread loads here.
+        batch_seconds: How long a batch took in the latest epoch, in whichever thread; ``None`` before it was measured.
     """
 
     def __init__(self) -> None:
         self.draws: str | None = None
         self.is_watched = False
         self.is_told = False
+        self.batch_seconds: float | None = None
 
 
 class ThreadPolicy:
@@ -54,7 +56,9 @@ class ThreadPolicy:
 
     A ``PrefetchIterator`` makes one, tells it of each batch that it loads itself, and asks it for nothing more once a
     thread loads. First it is measured whether a thread would gain anything. Only then is a batch watched for random
-    draws, which costs some ten milliseconds. Always: no thread loads what draws random numbers, or may do so.
+    draws, which costs some ten milliseconds. After an epoch in which that was found out and batches were slow, a thread
+    loads from the second batch on. Always: the first batch is the calling thread's, as orders are drawn there, and no
+    thread loads what draws random numbers, or may do so.
 
     Args:
         profile: What is known of the loader.
@@ -73,17 +77,17 @@ class ThreadPolicy:
         self._loaded = 0  # batches, of which some were measured: not the first, and none that was watched
         self._measured = 0
         self._seconds = 0.0  # for those that were measured
-        self._is_slow = False
+        self._is_slow = profile.batch_seconds is not None and profile.batch_seconds >= MIN_BATCH_SECONDS
         self._is_watching = False
         self._verdict = ""  # as it was logged last
-        self.is_settled = not self._notes_states()
+        self.is_settled = self._is_nothing_open()
 
-    def _notes_states(self) -> bool:
-        return not self._has_workers and self.profile.draws != ""
-
-    def _is_open(self) -> bool:
-        """Whether a batch is to be watched, because a thread would gain something and nobody knows if one may load."""
-        return self._is_slow and not self.profile.is_watched and not self._is_seeded
+    def _is_nothing_open(self) -> bool:
+        profile = self.profile
+        notes_states = not self._has_workers and profile.draws != ""
+        # A thread would gain something, and nobody knows whether one may load.
+        is_unwatched = self._is_slow and not profile.is_watched and not self._is_seeded
+        return not notes_states and not is_unwatched
 
     def watch(self, held: Sequence[Any]) -> GeneratorWatch | None:
         """Return in what the next batch is to be loaded; ``None`` if nothing is to be found out of it.
@@ -91,11 +95,11 @@ class ThreadPolicy:
         Args:
             held: The generators that the dataset holds.
         """
-        is_open = self._is_open()
-        if not self._loaded or not (is_open or self.profile.draws is None):
+        is_unwatched = self._is_slow and not self.profile.is_watched and not self._is_seeded
+        if not self._loaded or not (is_unwatched or self.profile.draws is None):
             return None
-        self._is_watching = is_open
-        return GeneratorWatch(held, lines=self._count_lines() if is_open else 0)
+        self._is_watching = is_unwatched
+        return GeneratorWatch(held, lines=self._count_lines() if is_unwatched else 0)
 
     def _count_lines(self) -> int:
         """Return how many lines are looked at, so that it takes as long as a batch does, or some 50 ms."""
@@ -124,14 +128,20 @@ class ThreadPolicy:
             self._measured += 1
             self._seconds += seconds
         self._is_watching = False
-        self._is_slow = self._seconds >= MIN_BATCH_SECONDS * max(self._measured, FEW_BATCHES)
+        is_slow = self._seconds >= MIN_BATCH_SECONDS * max(self._measured, FEW_BATCHES)
+        self._is_slow = is_slow or (self._is_slow and not self._measured)  # then the epoch before counts
         if self._is_slow or not self.is_settled:  # one that is quick stays as it is
-            self.is_settled = not (self._notes_states() or self._is_open())
+            self.is_settled = self._is_nothing_open()
         if self._is_slow:
-            return self._loaded > 1 and is_left and self._may_load()
+            return is_left and self._may_load()
         if self._loaded == FEW_BATCHES or not is_left:
+            self.note(self._mean())
             self._log("no thread: a batch takes %.2g ms", self._mean() * 1e3)
         return False
+
+    def note(self, seconds: float) -> None:
+        """Keep how long a batch takes, as the thread tells too when it ends: it says where the next epoch begins."""
+        self.profile.batch_seconds = seconds
 
     def _may_load(self) -> bool:
         draws = self.profile.draws
@@ -150,6 +160,7 @@ class ThreadPolicy:
             self._log("no thread: a prefetching thread iterates this loader")
         elif self.profile.is_watched:
             self._log("a thread loads: a batch takes %.2g ms", self._mean() * 1e3)
+            self.note(self._mean())
             return True
         return False
 
@@ -158,8 +169,8 @@ class ThreadPolicy:
         return self._loaded > 1 and not self._is_slow and self.profile.draws == "" and not is_loading()
 
     def _mean(self) -> float:
-        """Return how long a batch takes, in seconds."""
-        return self._seconds / max(1, self._measured)
+        """Return how long a batch takes, in seconds; before one was measured, how long in the epoch before."""
+        return self._seconds / self._measured if self._measured else self.profile.batch_seconds or 0.0
 
     def _tell(self, message: str) -> None:
         if not self.profile.is_told:

@@ -25,8 +25,8 @@ class ThreadState:
     """The modes of the thread that makes this object: ``enter`` puts another thread into them, until that thread ends.
 
     Grad mode, inference mode, autocast, the default device, the CUDA device and its stream, and context variables.
-    It is made once for each thread that is started, and ends with it. Without them a dataset that runs in the background would not see the ``no_grad`` or ``autocast`` of the loop that it
-    feeds, and what it makes on the device would be read before it is written.
+    Without them a dataset that runs in the background would not see the ``no_grad`` or ``autocast`` of the loop that it
+    feeds, and what it makes on the device would be read before it is written. Whoever starts a thread makes one for it.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,11 @@ def test_a_slow_source_is_measured_then_watched_then_left_to_a_thread():
     profile = LoadProfile()
     # The first batch, in which files are opened, tells nothing, and the one that is watched takes longer for it.
     assert load(ThreadPolicy(profile), 9.0, SLOW, 0.0) == [(False, False), (False, False), (True, True)]
-    assert load(ThreadPolicy(profile), 9.0, SLOW) == [(False, False), (False, True)]  # the epoch after it
+    # The epoch after it begins with a thread, as long as batches were slow.
+    assert load(ThreadPolicy(profile), 9.0) == [(False, True)]
+    profile.batch_seconds = QUICK
+    assert load(ThreadPolicy(profile), 9.0, *[QUICK] * 20) == [(False, False)] * 21
+    assert load(ThreadPolicy(profile), 9.0, SLOW) == [(False, False), (False, True)]
 
 
 def test_a_quick_source_is_never_watched_line_by_line():
