@@ -117,7 +117,7 @@ def resident():
     ],
 )
 def test_epochs_broken_off_early_leave_nothing(workers, persistent, several, epochs):
-    dataset = torch.zeros(40, 64, 1024)  # 1 MiB a batch of 4: a leak of batches would show
+    dataset = Rows(40, lambda index: torch.zeros(64, 1024))  # 1 MiB a batch of 4: a leak of batches would show
     loader = PrefetchLoader(dataset, 4, num_workers=workers, persistent_workers=persistent, threads=several)
 
     def break_off(times):
