@@ -55,7 +55,7 @@ def check_resume(
     For each number of worker processes the loader is built and run through. Then it is run again with stops: before
     and after each epoch, and at random batches in it. At a stop its state is pickled and the loader thrown away; a new
     one takes the state and goes on, with the states of the global RNGs of torch, NumPy and Python, as a resumed run of
-    a Trainer with ``ExactResume`` does. As Lightning does, ``set_epoch`` of samplers is called before each epoch.
+    a Trainer with ``ExactResume`` does. ``set_epoch`` of the loader and its samplers is called before each epoch.
 
     Args:
         make_loader: ``make_loader(workers)`` returns a new loader with ``state_dict`` and ``load_state_dict``, whose
@@ -217,10 +217,10 @@ def _seed(seed: int) -> None:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of a loader which epoch begins, as Lightning does."""
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    for sampler in {id(each): each for each in samplers}.values():
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+    """Tell a loader and its samplers which epoch begins; Lightning tells the samplers."""
+    batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    for owner in {id(each): each for each in (loader, getattr(loader, "sampler", None), batches)}.values():
+        if callable(set_epoch := getattr(owner, "set_epoch", None)):
             set_epoch(epoch)
 
 

@@ -55,7 +55,7 @@ def test_lightnings_names_are_the_same_for_type_checkers_and_at_run_time():
     others = " ".join(path.read_text() for path in ROOT.rglob("*.py") if path.name != "_lightning.py")
     for name in declared:
         assert re.search(rf"\b{name}\b", others) or source.count(f'"{name}"') > 1, f"{name} is used by nobody"
-    assert _lightning.bound_name() == "lightning.pytorch", "tests/integration/test_two_names.py has the other"
+    assert _lightning.bound_name() == "lightning.pytorch", "tests/test_lightning.py has the other"
     for name in declared:
         assert getattr(_lightning, name) is not None, name
 

@@ -36,6 +36,7 @@ def train(folder, background, callbacks=(), **settings):
     return trainer
 
 
+@pytest.mark.usefixtures("every_loader_has_a_thread")
 @pytest.mark.parametrize("strategy", ["auto", "turbo"])
 def test_the_files_are_those_of_a_run_that_waits_and_one_made_after_it_is_there_at_once(strategy, tmp_path):
     for folder in ("waits", "goes on"):

@@ -1,4 +1,4 @@
-"""``python -m benchmarks resumed``: which loaders give each sample once, in order, when they are stopped several times.
+"""``python -m benchmarks stops``: which loaders give each sample once, in order, when they are stopped several times.
 
 Each loader is stopped and built again by ``lightning_turbo.testing.report_resume``, which shows what comes out beside
 a run without a stop. A peer that is not installed is left out; each row runs in a process of its own.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -130,7 +131,7 @@ def _accelerate(workers: int, folder: Path) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
-    settings = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    settings = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
     return accelerator.prepare(DataLoader(Rows(), BATCH, shuffle=True, num_workers=workers))
 
@@ -206,7 +207,7 @@ def _try(name: str, stops: int, workers: int) -> None:
 
 def _cell(name: str, stops: int, workers: int) -> str:
     """Return what a row of the table shows for a loader; run it in a process of its own."""
-    words = [sys.executable, "-m", "benchmarks", "resumed", "--row", name, str(stops), str(workers)]
+    words = [sys.executable, "-m", "benchmarks", "stops", "--row", name, str(stops), str(workers)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -220,14 +221,19 @@ def _cell(name: str, stops: int, workers: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks resumed", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks stops", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="loaders to try, as 'Grain*'")
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.row:
         name, stops, workers = options.row
         _try(name, int(stops), int(workers))
         return 0
-    there = {name: peer for name, peer in PEERS.items() if _version(peer.package)}
+    there = {
+        name: peer
+        for name, peer in PEERS.items()
+        if _version(peer.package) and any(fnmatch(name, pattern) for pattern in options.only)
+    }
     columns = [(stops, workers) for workers in (0, 2) for stops in (1, 3)]
     heads = [f"{stops} {'stop' if stops == 1 else 'stops'}, {workers} workers" for stops, workers in columns]
     print_lines(

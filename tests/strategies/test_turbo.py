@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO, ExactResume, PrefetchLoader, TurboDDPStrategy, TurboStrategy
@@ -136,23 +135,6 @@ def test_bad_settings_are_refused_in_words(make, error, text):
 def test_several_devices_or_machines_are_refused_by_turbo(settings, text):
     with pytest.raises(MisconfigurationException, match=text):
         pl.Trainer(accelerator="cpu", strategy="turbo", logger=False, **settings)
-
-
-def connected(strategy, **settings):
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, **settings)
-    trainer.state.fn = TrainerFn.FITTING
-    trainer.strategy.connect(net())
-    trainer.lightning_module.trainer = trainer
-    return trainer
-
-
-def test_a_static_graph_with_accumulated_gradients_is_refused_before_the_first_step():
-    scheduled, later = ([GradientAccumulationScheduler({epoch: 2})] for epoch in (0, 1))
-    for settings in ({"accumulate_grad_batches": 2}, {"callbacks": scheduled}):
-        trainer = connected(TurboDDPStrategy(static_graph=True), **settings)
-        with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=1 with static_graph=True, got 2"):
-            trainer.strategy.on_train_start()
-    connected(TurboDDPStrategy(static_graph=True), callbacks=later).strategy.on_train_start()  # the graph is known then
 
 
 @pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])

@@ -1,0 +1,46 @@
+"""What "turbo_ddp" has beyond "turbo"; two ranks are in tests/integration/test_ranks.py and test_preemption.py."""
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_turbo import Preemption, TurboDDPStrategy
+from lightning_turbo.callbacks.preemption import attach_preemption
+from tests.registry import make_model
+
+
+def net():
+    return make_model(pl)
+
+
+def connected(strategy, **settings):
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, **settings)
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.strategy.connect(net())
+    trainer.lightning_module.trainer = trainer
+    return trainer
+
+
+def test_a_static_graph_with_accumulated_gradients_is_refused_before_the_first_step():
+    scheduled, later = ([GradientAccumulationScheduler({epoch: 2})] for epoch in (0, 1))
+    for settings in ({"accumulate_grad_batches": 2}, {"callbacks": scheduled}):
+        trainer = connected(TurboDDPStrategy(static_graph=True), **settings)
+        with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=1 with static_graph=True, got 2"):
+            trainer.strategy.on_train_start()
+    connected(TurboDDPStrategy(static_graph=True), callbacks=later).strategy.on_train_start()  # the graph is known then
+
+
+@pytest.mark.parametrize("own", [[], [Preemption(time_limit=60)]])
+def test_preemption_is_added_for_sigterm_where_there_is_none(own):
+    trainer = connected(TurboDDPStrategy(), callbacks=list(own))
+    attach_preemption(trainer)
+    (found,) = [callback for callback in trainer.callbacks if isinstance(callback, Preemption)]
+    assert found is own[0] if own else found._signals == [15]
+
+
+def test_preemption_is_left_out_where_that_is_asked_for():
+    with pytest.raises(TypeError, match="preemption=1: expected True or False"):
+        TurboDDPStrategy(preemption=1)
+    assert TurboDDPStrategy(preemption=False).preemption is False
