@@ -86,7 +86,8 @@ def _describe_untried(search: Search) -> str:
     names = [name for name, trial in search.trials.items() if trial.is_untried]
     listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     minutes = math.ceil(search.more_minutes)
-    return f"{len(names)} of {len(search.trials)} settings were not tried ({listed}): about {minutes} minutes more."
+    more = "1 minute" if minutes == 1 else f"{minutes} minutes"
+    return f"{len(names)} of {len(search.trials)} settings were not tried ({listed}): about {more} more."
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
