@@ -86,6 +86,8 @@ if __name__ == "__main__":
 """
 TUNE = """
 if __name__ == "__main__":
+    from pathlib import Path
+
     from lightning_turbo.cli import main
     from lightning_turbo.measure import Interrupt, Progress, describe_machine
     from lightning_turbo.tune.evidence import DEFAULT, Case
@@ -93,7 +95,7 @@ if __name__ == "__main__":
 
     assert describe_machine("cpu")["memory_bytes"] is None
     with Progress() as progress:
-        runner = ScriptRunner(TuneSettings(program="train.py"), {}, Interrupt(), progress)
+        runner = ScriptRunner(TuneSettings(program="train.py"), {}, Interrupt(), progress, Path("scratch"))
         rows = runner.measure([DEFAULT, Case(mode="loader")])
     assert [(row["status"], len(row["rounds"])) for row in rows.values()] == [("ok", 4)] * 2, rows
     assert main(["tune", "--ranks", "2", "train.py"]) == 2

@@ -281,7 +281,7 @@ def test_two_ranks_are_measured_in_turns_as_one_process_is(script, strategy, tmp
     settings = TuneSettings(program=str(script(RANKS.replace("STRATEGY", strategy))), ranks=2, out=tmp_path)
     table = {each.name: each for each in list_rank_candidates(2, 2)}
     interrupt = Interrupt()
-    runner = ScriptRunner(settings, table, interrupt, Progress())
+    runner = ScriptRunner(settings, table, interrupt, Progress(), tmp_path / "scratch")
     cases = [DEFAULT, Case(("bucket-view",)), Case(("host-signals", "static-graph", "workers-1"))]
     rows = runner.measure(cases)
     assert [row["status"] for row in rows.values()] == ["ok"] * 3, rows
