@@ -410,7 +410,10 @@ def _is_torchs(sampler: Any) -> bool:
 def generators_of(generator: torch.Generator | None, sampler: Any) -> list[Any]:
     """Return the random generators that a loader and its samplers hold, those of the process not among them."""
     samplers = samplers_in(sampler)
-    held = [generator, *(value for each in samplers for value in getattr(each, "__dict__", {}).values())]
+    held = [generator]
+    for each in samplers:
+        # Lightning keeps the arguments of samplers in attributes of such names, and with them the dataset.
+        held += [value for name, value in getattr(each, "__dict__", {}).items() if not name.startswith("__")]
     # The samplers themselves are looked at one by one, and generators of the data they are over are not theirs.
     parts = [each for each in held if not _is_data(each) and all(each is not known for known in samplers)]
     return generators_in(parts)

@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.loading.epoch_state import used_states
+from lightning_turbo.data.loading.resumable_sampler import generators_of
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, saved, seeded, take, values
 
@@ -252,3 +253,17 @@ def test_states_of_a_samplers_generator_are_let_go(workers):
     take(iterator, 300)
     assert len(loader._index_sampler._recorded) <= 12  # those of what is loaded ahead
     loader.close()
+
+
+def test_generators_of_a_dataset_that_lightning_keeps_with_a_samplers_arguments_are_not_the_samplers():
+    class Noisy(torch.utils.data.Dataset):
+        def __init__(self):
+            self.generator = np.random.default_rng(0)
+
+        def __len__(self):
+            return 4
+
+    sampler = RandomSampler(Noisy())
+    batches = BatchSampler(sampler, 2, drop_last=False)
+    setattr(batches, "__pl_saved_args", (sampler, 2, False))  # noqa: B010  (as Lightning does in its hooks)
+    assert generators_of(None, batches) == []
