@@ -265,5 +265,5 @@ def test_generators_of_a_dataset_that_lightning_keeps_with_a_samplers_arguments_
 
     sampler = RandomSampler(Noisy())
     batches = BatchSampler(sampler, 2, drop_last=False)
-    setattr(batches, "__pl_saved_args", (sampler, 2, False))  # noqa: B010  (as Lightning does in its hooks)
+    setattr(batches, "__pl_saved_args", (sampler, 2, False))  # as Lightning does in its hooks
     assert generators_of(None, batches) == []
