@@ -23,9 +23,11 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._random import (
+    attributes_of,
     generator_state,
     generators_at,
     generators_in,
+    is_a,
     same_random_numbers,
     same_states,
     set_generator_state,
@@ -413,14 +415,14 @@ def generators_of(generator: torch.Generator | None, sampler: Any) -> list[Any]:
     held = [generator]
     for each in samplers:
         # Lightning keeps the arguments of samplers in attributes of such names, and with them the dataset.
-        held += [value for name, value in getattr(each, "__dict__", {}).items() if not name.startswith("__")]
+        held += [value for name, value in attributes_of(each).items() if not name.startswith("__")]
     # The samplers themselves are looked at one by one, and generators of the data they are over are not theirs.
     parts = [each for each in held if not _is_data(each) and all(each is not known for known in samplers)]
     return generators_in(parts)
 
 
 def _is_data(each: Any) -> bool:
-    return isinstance(each, Dataset) or (hasattr(each, "__getitem__") and not isinstance(each, (dict, list, tuple)))
+    return is_a(each, Dataset) or (hasattr(type(each), "__getitem__") and not is_a(each, (dict, list, tuple)))
 
 
 def samplers_in(sampler: Any) -> list[Any]:
@@ -432,8 +434,10 @@ def samplers_in(sampler: Any) -> list[Any]:
         if each is None or any(each is known for known in found):
             continue
         found.append(each)
-        waiting += [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, Sampler)]
-        waiting += [getattr(each, "sampler", None), getattr(getattr(each, "dataset", None), "_sampler", None)]
+        # By type alone: a proxy pretends the class of what it stands for, and may be asked before that is there.
+        attributes = attributes_of(each)
+        waiting += [value for value in attributes.values() if is_a(value, Sampler)]
+        waiting += [attributes.get("sampler"), attributes_of(attributes.get("dataset")).get("_sampler")]
     return found
 
 
