@@ -4,13 +4,14 @@ import os
 import signal
 import warnings
 
+import nvidia.dali.experimental.dynamic as dynamic
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from nvidia.dali import fn, pipeline_def, types
 
 from lightning_turbo import DALIDataModule, DALILoader, _optional
-from lightning_turbo.data.dali import ImageFolder
+from lightning_turbo.data.dali import DynamicPipeline, ImageFolder
 from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos
 from tests.integration.noting import Save
@@ -89,7 +90,7 @@ def whole(photos):
 def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, drop_last, steps):
     module = data(photos, drop_last=drop_last)
     assert not module.loaders["train"].built
-    model, runner, _ = fit(photos, module)
+    model, runner, _ = fit(photos, module, num_sanity_val_steps=0)
     assert not module.loaders["train"].built, "teardown releases what setup has built"
     often, _, _ = fit(photos, module, val_check_interval=2)
     assert often.trained == model.trained, "validation within an epoch disturbs nothing"
@@ -144,17 +145,63 @@ def written(files, shard_id, num_shards):
     return image, labels % 3, labels
 
 
+def read(files, shard_id, num_shards, order_seed, shuffle=True):
+    """The reader of ``written`` in dynamic mode."""
+    return dynamic.readers.File(
+        files=files, labels=list(range(len(files))), shard_id=shard_id, num_shards=num_shards, random_shuffle=shuffle,
+        initial_fill=8, pad_last_batch=True, seed=order_seed, enable_checkpointing=True,
+    )  # fmt: skip
+
+
+def process(encoded, labels, rng):
+    image = dynamic.decoders.image_random_crop(encoded, output_type=types.RGB, rng=rng, device="cpu")
+    mirror = dynamic.random.coin_flip(rng=rng, batch_size=image.batch_size)
+    image = dynamic.crop_mirror_normalize(
+        dynamic.resize(image, size=(8, 8)), mirror=mirror, mean=[128.0], std=[64.0], dtype=dynamic.float32
+    )
+    return image, labels % 3, labels
+
+
+def files_of(photos):
+    return {"files": sorted(str(path) for path in photos.rglob("*.*"))}
+
+
 def of(kind, photos):
     if kind == "folder":
         return data(photos)
-    files = sorted(str(path) for path in photos.rglob("*.*"))
-    return DALIDataModule(written, batch_size=4, num_threads=1, seed=3, arguments={"files": files})
+    pipeline = written if kind == "written" else DynamicPipeline(read, process)
+    return DALIDataModule(pipeline, batch_size=4, num_threads=1, seed=3, arguments=files_of(photos))
+
+
+def test_dynamic_mode_trains_validates_tests_and_predicts_each_sample_once(photos):
+    def in_order(encoded, labels):
+        image = dynamic.resize(dynamic.decoders.image(encoded, output_type=types.RGB), size=(8, 8))
+        return dynamic.cast(image, dtype=dynamic.float32), labels % 3, labels
+
+    def to_predict(encoded, labels):
+        return in_order(encoded, labels)[::2]
+
+    def loader(function):
+        settings = {"arguments": {**files_of(photos), "shuffle": False}, "num_threads": 1}
+        return DALILoader(DynamicPipeline(read, function), 4, **settings)
+
+    module = DALIDataModule(
+        DynamicPipeline(read, process), loader(in_order), loader(in_order), loader(to_predict),
+        batch_size=4, num_threads=1, seed=3, arguments=files_of(photos),
+    )  # fmt: skip
+    model, runner, _ = fit(photos, module, num_sanity_val_steps=0)
+    for epoch in (0, 1):
+        assert sorted(numbers(model.trained, epoch)) == numbers(model.validated, epoch) == list(range(21))
+    runner.test(model, module, verbose=False)
+    assert numbers(model.tested) == list(range(21))
+    assert torch.cat([n for _, n in runner.predict(model, module)]).tolist() == list(range(21))
 
 
 @pytest.mark.filterwarnings("ignore:.*validation_step. but have no .val_dataloader.*")
 @pytest.mark.parametrize(("strategy", "kind", "limit", "batches", "hook"), [
     ("auto", "folder", 1.0, 1, "on_train_batch_end"), ("auto", "folder", 4, 8, "on_train_batch_end"),
     ("auto", "written", 1.0, 10, "on_train_batch_end"), ("auto", "written", 4, 8, "on_train_epoch_end"),
+    ("auto", "dynamic", 1.0, 10, "on_train_batch_end"), ("turbo", "dynamic", 4, 8, "on_train_epoch_end"),
     ("turbo", "folder", 1.0, 12, "on_train_epoch_end"), ("turbo", "written", 1.0, 12, "on_train_batch_end"),
 ])  # fmt: skip
 def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind, limit, batches, hook):

@@ -3,10 +3,19 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_turbo import LengthBatchSampler, PrefetchLoader, WeightedSampler, seed_samples
+from lightning_turbo import (
+    LengthBatchSampler,
+    PatchDataset,
+    PrefetchLoader,
+    WeightedSampler,
+    seed_samples,
+    tune_workers,
+)
+from lightning_turbo.data import pack_folder
 
 NUMBER = 61
 LENGTHS = [1 + i * 7 % 23 for i in range(NUMBER)]
@@ -106,3 +115,20 @@ def test_numbers_that_do_not_fit_the_dataset_are_refused(settings, what):
         PrefetchLoader(range(3), **settings)
     with pytest.raises(ValueError, match=message):
         PrefetchLoader.of(seed_samples(DataLoader(range(3), **settings), seed=0))
+
+
+def test_the_orders_serve_tune_workers_and_patches(tmp_path):
+    def loader(num_workers):
+        sampler = LengthBatchSampler(LENGTHS, batch_size=4, seed=0)
+        return DataLoader(range(NUMBER), batch_sampler=sampler, num_workers=num_workers, collate_fn=list)
+
+    assert tune_workers(loader, seconds=0.2, max_workers=0, show=None).num_workers == 0
+    volumes = {"image": np.arange(3 * 8, dtype=np.float32).reshape(3, 2, 2, 2)}
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", volumes["image"][number])
+    pack_folder(tmp_path, tmp_path.with_name("packed"))
+    data = PatchDataset(tmp_path.with_name("packed"), (1, 1, 1), per_scan=2, keys={"image": "volumes"})
+    scans = [0.0, 0.0, 1.0]
+    sampler = WeightedSampler([scans[index // 2] for index in range(len(data))], 40, seed=0)
+    batches = PrefetchLoader(data, batch_size=8, sampler=sampler, collate_fn=PatchDataset.collate, sample_seeds=1)
+    assert min(batch["image"].min() for batch in batches) >= 16  # the third scan alone
