@@ -53,7 +53,10 @@ SUITE = Suite(
         for name in OPTIMIZERS
         for way, options in WAYS.items()
         for case in (
-            Case(name=f"{name}{way}, {PARAMETERS} groups", run=step, config={"optimizer": name, **options}),
+            Case(
+                name=f"{name}{way}, {PARAMETERS} groups", run=step, config={"optimizer": name, **options},
+                base=f"{name}{way}, {PARAMETERS} groups",
+            ),
             Case(
                 name=f"{name}{way}, merged", run=step, config={"optimizer": name, "merged": True, **options},
                 base=f"{name}{way}, {PARAMETERS} groups", kind="ours",

@@ -195,7 +195,7 @@ STARTS = Suite(
     steps=1,
     rounds=5,
     warmup=1,
-    lead=0,
+    lead=1,
     seconds=150,
     unit="epoch",
 )

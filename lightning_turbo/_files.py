@@ -67,7 +67,10 @@ def _begin(target: Path) -> tuple[Path, BinaryIO]:
     """
     while True:
         partial = target.with_name(f".{target.name}.{_MACHINE}-{uuid.uuid4().hex}.partial")
-        file = open(partial, "xb")  # noqa: SIM115 - the caller closes it
+        try:
+            file = open(partial, "xb")  # noqa: SIM115 - the caller closes it
+        except OSError as error:  # which names the target, as no user knows the unfinished file
+            raise type(error)(error.errno, error.strerror, str(target)) from None
         if fcntl is not None:
             with contextlib.suppress(OSError):  # a file system without locks: nobody can lock, and so remove, the file
                 fcntl.flock(file, fcntl.LOCK_EX)

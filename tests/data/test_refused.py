@@ -123,7 +123,7 @@ REFUSED = [
     (lambda: PackedDataset({"n": np.array(3)}), ValueError, "n: expected an array with one row per sample"),
     (lambda: PackedDataset(3), TypeError, "source: expected a folder, an .npz or .npy file"),
     (lambda: PackedDataset({"x": 3}), TypeError, "x: expected a numpy array or the path of a .npy file, got 3"),
-    (lambda: PackedDataset("."), FileNotFoundError, "Expected a folder with packed.json, got '.'"),
+    (lambda: PackedDataset("."), FileNotFoundError, "got '.', a folder without packed.json. Pack first"),
     (lambda: PackedDataset(np.arange(3))[3], IndexError, None),
     (
         lambda: PackedDataset(np.arange(2)).batch(np.array([True, False])),

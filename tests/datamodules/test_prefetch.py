@@ -339,7 +339,7 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
             return loader
 
     class Pretended:
-        strategy, lightning_module, callbacks = Strategy(), Hooked(), ()
+        strategy, lightning_module, callbacks, world_size = Strategy(), Hooked(), (), 1
 
     def transfer(**settings):
         callback = Prefetch(**settings)

@@ -16,7 +16,6 @@ from lightning_turbo.data.loading import thread_policy
 from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 
-thread_policy.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
 LEVELS = ("O0", "O2")
 EPOCHS, SAMPLES, JOINT = 2, 64, 8
 
@@ -88,4 +87,6 @@ def main():
 
 
 if __name__ == "__main__":
+    # These samples load fast, and are to be loaded in the background all the same.
+    thread_policy.MIN_BATCH_SECONDS = 0.0
     main()

@@ -28,7 +28,6 @@ from tests.integration.noting import gives
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-thread_policy.MIN_BATCH_SECONDS = 0.0  # these samples load fast, and are to be loaded in the background all the same
 SAMPLES, BATCH, WINDOW = 96, 4, 2
 STEPS_OF_AN_EPOCH = SAMPLES // (2 * BATCH * WINDOW)
 
@@ -197,4 +196,6 @@ def main():
 
 
 if __name__ == "__main__":
+    # These samples load fast, and are to be loaded in the background all the same.
+    thread_policy.MIN_BATCH_SECONDS = 0.0
     main()

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo
+from lightning_turbo.doctor.clock import Plan
 from tests.dali_samples import make_photos
 from tests.trainers import FLAGS
 from tests.versions import KNOWS_WEIGHTS_ONLY
@@ -64,7 +65,7 @@ TABLE = [
     ("callbacks", "AugmentBatches", {"augmentation": AUGMENTATION, "training_only": False}, {
         "training_only": False, "augmentation.seed": 3, "augmentation.masks": ("mask",),
     }),
-    ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"steps": (1, 2, 5), **DOCTOR}),
+    ("callbacks", "Doctor", {"warmup": 1, "timed": 2, "watched": 5, **DOCTOR}, {"plan": Plan(1, 2, 5), **DOCTOR}),
     ("plugins", "ApexAMP", {"dtype": "float16", **AMP}, {"half_dtype": torch.float16, **AMP}),
     ("plugins", "AtomicCheckpointIO", {}, {}),
     ("strategy", "TurboStrategy", {"device": "cpu", **GIVEN, **PARTS}, {"root_device": torch.device("cpu"), **GOT}),
@@ -95,7 +96,9 @@ DATA = {
     "DALILoader",
 }
 # They take a loader or a dataset that is there already, go into a plugin, or need NVIDIA's apex.
-IN_CODE = {"DevicePrefetcher", "SeededSampler", "ApexGradScaler", "RealApexAMP"}
+IN_CODE = {
+    "DevicePrefetcher", "LengthBatchSampler", "SeededSampler", "WeightedSampler", "ApexGradScaler", "RealApexAMP",
+}  # fmt: skip
 
 
 class Net(LightningModule):

@@ -38,11 +38,11 @@ PROGRAM = """
         text, raw = open("text", "w"), open("raw", "wb")
         text.write("kept")
         raw.write(b"kept")
-        pool = ProcessPoolExecutor(1)
-        pids = [pool.submit(os.getpid).result()]
         loaders = [DataLoader(Pids(), 2, num_workers=1, persistent_workers=kept) for kept in (False, True)]
         iterators = [iter(loader) for loader in loaders]
-        pids += [int(next(each)[0]) for each in iterators]
+        pids = [int(next(each)[0]) for each in iterators]
+        pool = ProcessPoolExecutor(1)  # after the loaders, whose processes are not to be forked beside its threads
+        pids.append(pool.submit(os.getpid).result())
         Path("pids").write_text(" ".join(map(str, pids)))
         if FROZEN:
             gc.freeze()

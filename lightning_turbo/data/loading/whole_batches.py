@@ -78,8 +78,10 @@ def has_whole_batches(loader: Any) -> bool:
 
 def _is_torchs_own() -> bool:
     """Whether ``default_collate`` does to arrays what torch has it do."""
-    own = [getattr(each, "__module__", "") == default_collate.__module__ for each in _COLLATED_BY.values()]
-    return bool(own) and all(own)
+    # Of a class of tensors that somebody has added, as MONAI does, no sample of these datasets is.
+    added = {kind for kind in _COLLATED_BY if isinstance(kind, type) and Tensor in kind.__mro__[1:]}
+    used = [made for kind, made in _COLLATED_BY.items() if kind not in added]
+    return bool(used) and all(getattr(each, "__module__", "") == default_collate.__module__ for each in used)
 
 
 def _is_known(dataset: Any, beside: bool = False) -> bool:

@@ -190,7 +190,7 @@ def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
         return {}, np.load(path) if path.suffix == ".npz" else {path.stem: path}
     if not (path / CONTENTS).is_file():
         there = f"a folder without {CONTENTS}" if path.is_dir() else "which does not exist"
-        unfinished, begun = path.with_name(f"{path.name}.partial"), ""
+        unfinished, begun = path.absolute().with_name(f"{path.absolute().name}.partial"), ""
         if unfinished.is_dir():
             begun = f" Packing it was begun, and is not finished: {str(unfinished)!r}. The same call goes on there."
         raise FileNotFoundError(
