@@ -251,7 +251,8 @@ class ExactResume(Callback):
             if has_failed or _is_within_validation(trainer.fit_loop.state_dict()):
                 return dataclasses.replace(self._begun, due=True)
         is_due = _validation_follows(trainer)
-        if self._pending is not None:
+        # Hooks at its end save after all of its batches: the one that this run began with is made.
+        if self._pending is not None and not self._is_validating:
             return dataclasses.replace(self._pending, due=self._pending.due or is_due)
         return _Validation(due=is_due, loaders=_states_of_whole_epochs(_counting_loaders(loop.val_loop)))
 
