@@ -90,7 +90,7 @@ def whole(photos):
 def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, drop_last, steps):
     module = data(photos, drop_last=drop_last)
     assert not module.loaders["train"].built
-    model, runner, _ = fit(photos, module, num_sanity_val_steps=0)
+    model, runner, _ = fit(photos, module)
     assert not module.loaders["train"].built, "teardown releases what setup has built"
     often, _, _ = fit(photos, module, val_check_interval=2)
     assert often.trained == model.trained, "validation within an epoch disturbs nothing"

@@ -61,7 +61,8 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("thread", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the short form is in tests/tune/test_worker.py
+@pytest.mark.parametrize("thread", [False, True])
 def test_nothing_of_the_program_runs_and_nothing_of_it_is_left(thread, tmp_path):
     (tmp_path / "temporary").mkdir()
     (tmp_path / "train.py").write_text(

@@ -17,6 +17,8 @@ __all__ = ["WholeBatches", "as_it_is", "has_whole_batches"]
 # What default_collate makes of samples can be changed by who adds to its table of functions.
 _COLLATED_BY = default_collate.__globals__.get("default_collate_fn_map", {})
 _INTEGERS = {int, np.int64}
+# The classes of what these datasets load.
+_LOADED = (Tensor, np.ndarray, np.float64, np.int64, np.bool_, float, int)
 
 
 class _OneByOneError(Exception):
@@ -78,9 +80,8 @@ def has_whole_batches(loader: Any) -> bool:
 
 def _is_torchs_own() -> bool:
     """Whether ``default_collate`` does to arrays what torch has it do."""
-    # Of a class of tensors that somebody has added, as MONAI does, no sample of these datasets is.
-    added = {kind for kind in _COLLATED_BY if isinstance(kind, type) and Tensor in kind.__mro__[1:]}
-    used = [made for kind, made in _COLLATED_BY.items() if kind not in added]
+    # By the classes that samples of these datasets have; what others have added for their own classes does not matter.
+    used = [made for kind, made in _COLLATED_BY.items() if any(issubclass(each, kind) for each in _LOADED)]
     return bool(used) and all(getattr(each, "__module__", "") == default_collate.__module__ for each in used)
 
 

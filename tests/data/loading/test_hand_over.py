@@ -338,6 +338,7 @@ def test_batches_of_worker_processes_are_a_data_loaders(data, settings):
     loader.close()
 
 
+@pytest.mark.usefixtures("every_loader_has_a_thread")
 def test_batches_are_opened_in_the_background(monkeypatch):
     opened = []
     own = PackedBatch.open
