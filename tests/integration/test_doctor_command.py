@@ -120,7 +120,12 @@ def saved(tmp_path):
 )
 def test_a_script_that_is_ended_saves_nothing_in_its_handlers(step, tmp_path, capfd):
     words = arguments(tmp_path, before=SAVES.strip(), step=step)
-    assert status_of_child(lambda: cli.main(words)) == (130 if step else 0)
+
+    def run():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born to ignore it
+        cli.main(words)
+
+    assert status_of_child(run) == (130 if step else 0)
     # The script's callbacks hear of Ctrl-C before the Doctor does.
     assert saved(tmp_path) == ({"on_exception"} if step else set())
     assert "report in runs/doctor/doctor.txt" in capfd.readouterr().err
