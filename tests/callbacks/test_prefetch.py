@@ -165,19 +165,3 @@ def test_persistent_workers_that_no_loader_has_are_told_of():
         gives(DataLoader(Numbers(), 4, num_workers=1), LightningDataModule), Prefetch(persistent_workers=True)
     )
     assert loader.persistent_workers
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("workers", "num_workers"), ("num_worker", "num_workers"), ("thread", "threads"), ("num_threads", "threads"),
-        ("prefetch_factor", "prefetch_batches"), ("depth", "prefetch_batches"), ("seed", "sample_seeds"),
-        ("sample_seed", "sample_seeds"), ("pin_memory", "device_prefetch"), ("transform", "device_transform"),
-        ("persistent_worker", "persistent_workers"), ("resume", "exact_resume"),
-    ],
-)  # fmt: skip
-def test_a_keyword_that_does_not_exist_is_answered_with_the_one_that_is_meant(given, meant):
-    with pytest.raises(TypeError, match=f"Prefetch has no argument {given}; did you mean {meant}?"):
-        Prefetch(**{given: 1})
-    with pytest.raises(TypeError, match=r"Prefetch has no argument xyz\. It takes prefetch_batches, threads"):
-        Prefetch(xyz=1)

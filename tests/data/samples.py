@@ -5,7 +5,7 @@ import itertools
 import os
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 
 def itself(index):
@@ -83,3 +83,15 @@ def holds_in_a_fork(check):
         finally:
             os._exit(int(status))
     return os.waitpid(child, 0)[1] == 0
+
+
+class Custom(DataLoader):
+    """A loader class with an argument of its own and an iterator of its own."""
+
+    def __init__(self, path, scale=1, **kwargs):
+        self.path, self.scale = path, scale
+        super().__init__(range(6), **kwargs)
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * self.scale

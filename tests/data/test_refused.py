@@ -1,7 +1,6 @@
 """Settings that are refused, each with a text that says what was expected and what came."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from tests.data.samples import Rows, Stream
 
 ARRAYS = {"train": np.zeros((20, 4)), "test": np.zeros((6, 4))}
 IMAGE = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
 COUNT = "an integer of 1 or more, got"
 
 
@@ -48,17 +46,6 @@ REFUSED = [
     (lambda: PrefetchLoader.of([1]), TypeError, r"of expected a torch.utils.data.DataLoader, got \[1\]"),
     (lambda: PrefetchLoader(DataLoader([1])), TypeError, r"got the loader .*PrefetchLoader.of\(loader\)"),
     (lambda: PrefetchLoader(PrefetchLoader(Stream())), TypeError, "expected a dataset, got the loader"),
-    (
-        lambda: PrefetchLoader(Rows(3, lambda n: n), **SPAWNED),
-        TypeError,
-        "by 'spawn'; got dataset.load, <func",
-    ),
-    (
-        lambda: PrefetchLoader.of(DataLoader([open], collate_fn=lambda b: b, **SPAWNED)),
-        TypeError,
-        "got collate_fn, <f",
-    ),
-    (lambda: PrefetchLoader([[1], {"a": iter([])}, threading.Lock()], **SPAWNED), TypeError, r"got dataset\[2\], <unl"),
     # PrefetchDataModule.
     (lambda: Module(prefetch_batches=0), ValueError, f"prefetch_batches: expected {COUNT} 0"),
     (lambda: Module(threads=0), ValueError, f"threads: expected {COUNT} 0"),

@@ -238,38 +238,6 @@ def test_seeds_stay_when_lightning_replaces_the_sampler(kind, in_hook):
     assert predicting.batch_sampler.seen_batch_indices[-1] == [10, 11]
 
 
-@pytest.mark.parametrize(("ranks", "shuffle", "drop_last"), [(2, True, False), (8, True, True), (8, False, False)])
-def test_ranks_are_dealt_one_order_in_turn(ranks, shuffle, drop_last):
-    length, more, orders = 21, {"shuffle": shuffle, "drop_last": drop_last}, set()
-    for epoch in range(3):
-        samplers = [SeededSampler(range(length), SEED, num_replicas=ranks, rank=n, **more) for n in range(ranks)]
-        whole = SeededSampler(range(length), SEED, shuffle=shuffle)
-        for sampler in [*samplers, whole]:
-            sampler.set_epoch(epoch)
-        order = list(whole)
-        assert sorted(order) == list(range(length))
-        assert (order == list(range(length))) is not shuffle
-        assert order == list(whole)
-        turns = length // ranks if drop_last else -(-length // ranks)
-        dealt = [index for turn in zip(*samplers, strict=True) for index in turn]
-        assert dealt == (order + order)[: turns * ranks]
-        assert {len(sampler) for sampler in samplers} == {turns}
-        orders.add(tuple(order))
-    assert len(orders) == (3 if shuffle else 1)
-
-
-def test_a_process_group_that_begins_later_counts(tmp_path):
-    loader = DataLoader(range(6), sampler=SeededSampler(range(6), SEED, shuffle=False))
-    loader.sampler.set_epoch(3)
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=store)
-    try:
-        assert (len(loader), [batch.item() for batch in loader], loader.sampler.epoch) == (3, [1, 3, 5], 3)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert len(loader) == 6
-
-
 # ---- With prefetching.
 
 QUIET = pytest.mark.filterwarnings("ignore:sample_seeds seeds")

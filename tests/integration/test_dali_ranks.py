@@ -17,7 +17,7 @@ COUNT = 27  # no multiple of two ranks
 
 def main(photos, folder):
     """Fit with DDP, keep a checkpoint of mid-epoch, and fit again from it."""
-    from tests.integration.test_dali_trainer import Save, fit
+    from tests.datamodules.test_dali import Save, fit
 
     warnings.simplefilter("ignore")
     for name, more in (("whole", {"callbacks": [Save(folder / "kept", 6)]}), ("rest", {"ckpt_path": folder / "kept"})):

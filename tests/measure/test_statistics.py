@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from lightning_turbo.measure import interval_of, log_quotients, markdown_table, three_digits
+from lightning_turbo.measure import interval_of, log_quotients
 
 
 def row(*seconds, steps=2, sweeps=None, rounds=10**6):
@@ -43,22 +43,6 @@ def test_what_is_measured_apart_has_the_spread_of_both():
     low, high = interval_of(logs, others)
     assert (math.log(low), math.log(high)) == (pytest.approx(0.12 - reach), pytest.approx(0.12 + reach))
     assert interval_of(logs, [0.0]) is None
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.12345, "0.123"), (1.2345, "1.23"), (12.345, "12.3"), (123.45, "123"), (12345.6, "12346")]
-)
-def test_numbers_are_written_without_exponents(value, text):
-    assert three_digits(value) == text
-
-
-def test_the_columns_of_a_table_stand_below_one_another():
-    assert markdown_table(["setting", "factor"], [["a|b", "0.8"], ["O1", "12.3456"]]) == [
-        "| setting | factor  |",
-        "| ---     | ---     |",
-        "| a\\|b    | 0.8     |",
-        "| O1      | 12.3456 |",
-    ]
 
 
 def test_ratios_may_be_of_other_times_than_those_of_steps():

@@ -16,10 +16,9 @@ pytest.importorskip("nvidia.dali")
 import nvidia.dali.experimental.dynamic as dynamic
 from nvidia.dali import Pipeline, fn, pipeline_def, types
 
-from lightning_turbo import DALILoader, _optional
+from lightning_turbo import DALILoader
 from lightning_turbo.data import DevicePrefetcher
 from lightning_turbo.data.dali import DynamicPipeline, ImageFolder
-from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos
 from tests.integration.resuming import assert_same
 
@@ -367,15 +366,6 @@ def test_what_cannot_be_used_is_refused(root, files, pipeline, settings, error, 
         settings["arguments"] = {"files": files, **settings.get("arguments", {})}
     with pytest.raises(error, match=message):
         next(iter(DALILoader(pipeline, **settings)))
-
-
-@pytest.mark.parametrize(("cuda", "extra"), [(None, "dali"), ("12.8", "dali"), ("13.0", "dali-cuda130")])
-def test_without_dali_the_error_names_the_extra_for_the_cuda_of_torch(monkeypatch, cuda, extra):
-    monkeypatch.setattr(_optional, "installed_version", lambda name: None)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    for make in (lambda: DALILoader(photos, 4), lambda: DynamicPipeline(read_photos)):
-        with pytest.raises(MissingExtraError, match=rf"needs the package nvidia-dali.*lightning-turbo\[{extra}\]"):
-            make()
 
 
 def test_the_seed_is_lightnings_and_the_ranks_of_a_machine_share_its_cores(monkeypatch):

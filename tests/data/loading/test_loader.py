@@ -1,10 +1,8 @@
 """PrefetchLoader: a DataLoader in every respect."""
 
-import copy
 import inspect
 import multiprocessing
 import os
-import pickle
 import random
 import threading
 import time
@@ -33,7 +31,7 @@ from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.loading import background
 from lightning_turbo.data.loading.loader import with_workers
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from tests.data.samples import Rows, Stream, seeded, take, values
+from tests.data.samples import Custom, Rows, Stream, seeded, take, values
 
 pytestmark = [
     pytest.mark.usefixtures("every_loader_has_a_thread"),
@@ -289,54 +287,6 @@ def test_persistent_workers_survive_a_break_and_serve_the_newest_iterator():
     assert multiprocessing.active_children() == worker
     loader.close()
     assert not multiprocessing.active_children()
-
-
-class Custom(DataLoader):
-    """A loader class with an argument of its own and an iterator of its own."""
-
-    def __init__(self, path, scale=1, **kwargs):
-        self.path, self.scale = path, scale
-        super().__init__(range(6), **kwargs)
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield batch * self.scale
-
-
-def test_other_classes_of_loader_can_be_converted():
-    loader = Custom("here", scale=10, batch_size=2)
-    twin = PrefetchLoader.of(loader, prefetch_batches=3)
-    assert isinstance(twin, PrefetchLoader)
-    assert isinstance(twin, Custom)
-    assert (twin.prefetch_batches, twin.threads, twin.path) == (3, 1, "here")
-    assert values(twin) == [[0, 10], [20, 30], [40, 50]]
-    assert type(loader) is Custom
-    assert type(PrefetchLoader.of(loader)) is type(twin)
-    assert list(inspect.signature(type(twin).__init__).parameters) == [
-        "self", "path", "scale", "prefetch_batches", "threads", "transfer", "sample_seeds", "kwargs",
-    ]  # fmt: skip
-    assert values(type(twin)(path="there", batch_size=3, prefetch_batches=2)) == [[0, 1, 2], [3, 4, 5]]
-
-
-@pytest.mark.parametrize("convert", [False, True])
-@pytest.mark.parametrize("through", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_copies_and_pickles(convert, through):
-    loader = PrefetchLoader.of(Custom("x", batch_size=2)) if convert else PrefetchLoader(range(6), 2)
-    iterator = iter(loader)
-    take(iterator, 2)
-    twin = through(loader)
-    assert type(twin) is type(loader)
-    assert values(twin) == [[0, 1], [2, 3], [4, 5]]
-    assert take(iterator, 1) == [[4, 5]]
-
-
-def test_a_pickled_loader_tells_where_it_is_before_its_first_batch():
-    loader = PrefetchLoader(range(6), 2, shuffle=True, generator=seeded(1))
-    twin = pickle.loads(pickle.dumps(loader))
-    iterators = [iter(loader), iter(twin)]
-    (own,), (twins,) = (each.state_dict()["generators"] for each in (loader, twin))
-    assert torch.equal(own, twins)
-    assert values(iterators[0]) == values(iterators[1])
 
 
 def test_a_sampler_that_draws_from_shared_generators_is_named():

@@ -1,4 +1,7 @@
-"""Augmentation leaves nothing that only the collector of garbage takes away: tensors are large, and it comes late."""
+"""What holds for every transform: wrong arguments are refused, and no cycle of references is left.
+
+The collector of garbage takes a cycle away late, and the tensors of a batch are large.
+"""
 
 import gc
 
@@ -7,6 +10,7 @@ import torch
 from monai import transforms as monai
 
 from lightning_turbo import augment
+from lightning_turbo.data.augment import BatchAugmentation, IndexedDataset
 
 SPACES = [(12, 10), (8, 10, 9)]
 TRANSFORMS = {
@@ -52,3 +56,33 @@ def test_no_transform_makes_a_cycle_of_references(name, space):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: augment.RandomFlip(p=1.5), ValueError, "RandomFlip: p: expected a probability from 0 to 1, got 1.5"),
+        (lambda: augment.RandomGamma(p=-0.1), ValueError, "got -0.1"),
+        (lambda: augment.RandomGamma((2, 1)), ValueError, r"RandomGamma: gamma: .*got \(2, 1\)"),
+        (lambda: augment.RandomGamma(0.5), ValueError, "two numbers"),
+        (lambda: augment.RandomGaussianBlur((-1, 1)), ValueError, "of 0.0 or more"),
+        (lambda: augment.RandomAffine(scale=(0, 1)), ValueError, "scale"),
+        (lambda: augment.RandomAffine(padding_mode="wrap"), ValueError, "or 'reflection', got 'wrap'"),
+        (lambda: augment.RandomLowResolution((0.5, 1.5)), ValueError, "up to 1"),
+        (lambda: augment.RandomElastic(control_points=3), ValueError, "4 or more, got 3"),
+        (lambda: augment.RandomFlip([0, 0]), ValueError, "different"),
+        (lambda: augment.RandomCrop((4,)), ValueError, "2 or 3 positive integers, got"),
+        (lambda: augment.MixUp(alpha=0), ValueError, "above 0, got 0"),
+        (lambda: augment.MixUp(1), ValueError, "2 or more"),
+        (lambda: BatchAugmentation([torch.nn.ReLU()], 0), TypeError, "PerSample wraps"),
+        (lambda: BatchAugmentation([], -1), ValueError, "seed"),
+        (lambda: BatchAugmentation([], 0, dtype=torch.int64), TypeError, "floating-point"),
+        (lambda: BatchAugmentation([], 0, image=None), TypeError, "image"),
+        (lambda: BatchAugmentation([], 0).set_epoch(-1), ValueError, "epoch"),
+        (lambda: augment.PerSample(torch.nn.ReLU()), TypeError, "can be seeded by sample"),
+        (lambda: IndexedDataset(iter([1])), TypeError, "__getitem__"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_at_construction(make, error, says):
+    with pytest.raises(error, match=says):
+        make()

@@ -1,0 +1,21 @@
+"""Numbers and tables as they are written into reports."""
+
+import pytest
+
+from lightning_turbo.measure import markdown_table, three_digits
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.12345, "0.123"), (1.2345, "1.23"), (12.345, "12.3"), (123.45, "123"), (12345.6, "12346")]
+)
+def test_numbers_are_written_without_exponents(value, text):
+    assert three_digits(value) == text
+
+
+def test_the_columns_of_a_table_stand_below_one_another():
+    assert markdown_table(["setting", "factor"], [["a|b", "0.8"], ["O1", "12.3456"]]) == [
+        "| setting | factor  |",
+        "| ---     | ---     |",
+        "| a\\|b    | 0.8     |",
+        "| O1      | 12.3456 |",
+    ]
