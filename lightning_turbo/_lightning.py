@@ -54,6 +54,7 @@ __all__ = [
     "bound_name",
     "check_binding",
     "register_strategies",
+    "repr_of_precision",
     "repr_with_copy",
     "when_lightning_is_imported",
 ]
@@ -278,3 +279,9 @@ def repr_with_copy(self: Any) -> str:
     """
     name, other = type(self).__name__, NAMES[1 - NAMES.index(bound_name())]
     return f"<{_mismatch(name, other)}>" if other in sys.modules else f"<{name} of {bound_name()}>"
+
+
+def repr_of_precision(self: Any) -> str:
+    """A ``__repr__`` for precision plugins, which a Trainer refuses beside a ``precision``: it says what to do."""
+    remedy = "it sets the precision: leave precision= out; in a further YAML file write precision: null"
+    return f"{repr_with_copy(self)[:-1]}; {remedy}>"

@@ -17,7 +17,7 @@ from lightning_turbo._lightning import (
     MisconfigurationException,
     Precision,
     check_binding,
-    repr_with_copy,
+    repr_of_precision,
 )
 from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback, warn_of_open_window
 from lightning_turbo.amp import registration
@@ -78,7 +78,7 @@ class ApexAMP(Precision):
     """
 
     state_key = refuse_as_callback("plugins=[...]")
-    __repr__ = repr_with_copy
+    __repr__ = repr_of_precision
     warns_of_open_window = True
 
     # Lightning calls convert_module before it makes optimizers and connect afterwards; load_state_dict if it resumes;

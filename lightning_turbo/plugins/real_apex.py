@@ -14,7 +14,7 @@ from lightning_turbo._lightning import (
     MisconfigurationException,
     Precision,
     check_binding,
-    repr_with_copy,
+    repr_of_precision,
 )
 from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback
 from lightning_turbo.amp.convert import find_scaler_state
@@ -61,7 +61,7 @@ class RealApexAMP(Precision):
     """
 
     state_key = refuse_as_callback("plugins=[...]")
-    __repr__ = repr_with_copy
+    __repr__ = repr_of_precision
 
     def __init__(self, opt_level: str = "O1", **settings: Any) -> None:
         super().__init__()

@@ -175,7 +175,8 @@ def test_a_half_model_is_refused_by_name(level, dtype):
 
 
 @pytest.mark.parametrize(("flags", "said"), [
-    ({"precision": "16-mixed"}, "precision"), ({"strategy": "fsdp"}, "(?i)fsdp"),
+    ({"precision": "16-mixed"}, "leave precision= out; in a further YAML file write precision: null"),
+    ({"precision": 32}, "precision=32-true.*leave precision= out"), ({"strategy": "fsdp"}, "(?i)fsdp"),
     ({"strategy": "deepspeed"}, "(?i)deepspeed"),
 ])  # fmt: skip
 def test_flags_that_contradict_the_plugin_are_refused_at_construction(flags, said):
