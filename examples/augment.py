@@ -1,7 +1,7 @@
 """Augmentation of whole batches on the device: segmentation of grey matter in patches of a brain, in 3D.
 
 Run it: ``python examples/augment.py``. It trains a small network on patches of the MNI152 template, which nilearn
-brings along (``pip install 'lightning-turbo[demo]'``), and prints the loss. With ``--picture FILE`` it draws every
+brings along (``pip install '.[demo]'`` in a clone), and prints the loss. With ``--picture FILE`` it draws every
 transform before and after instead.
 """
 

@@ -9,6 +9,9 @@ from lightning_turbo.errors import MissingExtraError
 
 __all__ = ["EXTRAS", "how_to_install", "installed", "installed_version", "require"]
 
+# What pip installs this package from: "." in a clone, as long as no package index has it. A test compares the pages, so
+# that a release changes this line and those that the test then names.
+SOURCE = "."
 # Import name -> (distributions that provide it, the extra of lightning-turbo that installs one of them).
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "PIL": (("pillow",), "pack"),
@@ -42,7 +45,7 @@ def installed(module: str) -> bool:
 
 
 def how_to_install(module: str) -> str:
-    """Return the command that installs an optional package.
+    """Return the command that installs an optional package, and where it works.
 
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
@@ -50,7 +53,8 @@ def how_to_install(module: str) -> str:
     extra = EXTRAS[module][1]
     if module == "nvidia.dali" and _cuda_of_torch() >= 13:
         extra = "dali-cuda130"
-    return f"pip install 'lightning-turbo[{extra}]'"
+    where = " in the clone of lightning-turbo" if SOURCE == "." else ""
+    return f"pip install '{SOURCE}[{extra}]'{where}"
 
 
 def _cuda_of_torch() -> int:

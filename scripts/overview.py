@@ -22,8 +22,15 @@ SKILL = ROOT / "skills" / "lightning-turbo" / "SKILL.md"
 FULL = (ROOT / "docs" / "llms-full.txt", SKILL.with_name("llms-full.txt"))
 GUIDES = (
     "quick-start", "prefetching", "resume", "levels", "migration", "coming-from", "peers", "segmentation-monai",
-    "scale-out", "from-plain-pytorch", "dali-sharding-and-resume", "apex-levels",
+    "scale-out", "from-plain-pytorch", "dali-sharding-and-resume", "apex-levels", "imagenet-apex-dali",
 )  # fmt: skip
+# What pages of results are about -> the names they begin with, in the order of the navigation.
+TOPICS = {
+    "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "starts", "patches", "patches-read", "lengths"),
+    "Augmentation": ("augment", "transforms", "sample-seeds"),
+    "Computing": ("precision", "networks", "compiled", "overhead", "lightning-versions", "groups", "memory", "saves"),
+    "Whole runs": ("public", "tune", "ablation", "segmentation3d", "stops", "peers"),
+}
 # Modules whose functions pages name with them -> where they are.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
 KEYS = ("name", "class", "function", "maths_unchanged", "needs")
@@ -114,11 +121,30 @@ def transforms(page):
 
 
 def navigation(page):
-    """The pages of the API in the navigation of the site."""
-    lines = ["  { API = [", '    "api/README.md",']
+    """The pages of results and of the API in the navigation of the site."""
+    pages = [path for path in (ROOT / "docs" / "benchmarks").glob("*.md") if path.name != "README.md"]
+    lines = ["  { Benchmarks = [", '    "benchmarks/README.md",']
+    for topic, names in TOPICS.items():
+        of_topic = sorted(
+            (path for path in pages if _begin(path) in names), key=lambda path: (names.index(_begin(path)), path)
+        )
+        lines += [
+            f"    {{ {topic!r} = [".replace("'", '"'),
+            *(f'      "benchmarks/{path.name}",' for path in of_topic),
+            "    ] },",
+        ]
+    if lacking := {_begin(path) for path in pages} - {name for names in TOPICS.values() for name in names}:
+        raise ValueError(
+            f"expected a topic for each page of results, got none for {sorted(lacking)}. Add it to TOPICS."
+        )
+    lines += ["  ] },", "  { API = [", '    "api/README.md",']
     for kind, names in public_names().items():
         lines += [f'    {{ "{kind}" = [', *(f'      {{ "{name}" = "api/{name}.md" }},' for name in names), "    ] },"]
     return "\n".join([*lines, "  ] },"])
+
+
+def _begin(path):
+    return path.name.partition("_")[0]
 
 
 def advice(page):

@@ -1,4 +1,4 @@
-"""What ``pip install lightning-turbo`` gives: each command runs, or names an extra that holds only what is needed.
+"""What ``pip install .`` gives: each command runs, or names an extra that holds only what is needed.
 
 The wheel is built and unpacked into a fresh environment, which sees of this one only what the wheel requires.
 ``tests/release/package.py`` does the same with pip.
@@ -142,7 +142,7 @@ print(json.dumps({
     for status, said in found["packs"]:
         assert status == 2
         assert said.count("\n") == 1, said
-        assert "Install it with: pip install 'lightning-turbo[pack]'" in said
+        assert "Install it with: pip install '.[pack]' in the clone" in said
     assert not (bare.folder / "packed").exists()
 
 
@@ -177,7 +177,10 @@ def test_tune_runs_and_says_in_one_line_how_to_get_a_picture(bare):
     assert written == {"logs", "tune.json", "tune.md", "turbo.py", "turbo.yaml"}
     assert "setting" in done.stdout
     assert re.findall(r".*matplotlib.*", done.stdout) == [
-        "There is no picture, because matplotlib is not installed: pip install 'lightning-turbo[pictures]'"
+        (
+            "There is no picture, because matplotlib is not installed: "
+            "pip install '.[pictures]' in the clone of lightning-turbo"
+        )
     ]
     assert "\x1b" not in done.stderr
     assert "Traceback" not in done.stderr

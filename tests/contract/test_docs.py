@@ -170,11 +170,31 @@ def test_every_extra_that_is_named_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set()
     for path in [*PAGES, *(ROOT / "lightning_turbo").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
-        for extras in re.findall(r"lightning[-_]turbo\[([\w\-, ]+)\]", path.read_text()):
+        for extras in re.findall(
+            r"pip install (?:-e )?['\"]?(?:lightning[-_]turbo|\.)\[([\w\-, ]+)\]", path.read_text()
+        ):
             named.update(extra.strip() for extra in extras.split(","))
     named.update(extra for _, extra in lightning_turbo._optional.EXTRAS.values())
     assert named
     assert named - set(declared) == set()
+
+
+def test_every_page_and_message_installs_the_package_from_the_same_source():
+    files = [
+        *PAGES,
+        DOCS / "llms.txt",
+        *(path for part in ("lightning_turbo", "examples") for path in (ROOT / part).rglob("*.py")),
+    ]
+    named = [
+        (name_of(path), source)
+        for path in files
+        for source in re.findall(r"pip install ['\"]?(lightning[-_]turbo|\.(?=['\"`\s\[]))", path.read_text())
+    ]
+    assert {page for page, _ in named} >= {
+        "README.md", "README.zh-CN.md", "docs/index.md", "docs/quick-start.md", "docs/llms.txt",
+        "skills/lightning-turbo/SKILL.md",
+    }  # fmt: skip
+    assert [(page, source) for page, source in named if source != lightning_turbo._optional.SOURCE] == []
 
 
 def test_every_command_that_is_named_exists(monkeypatch):

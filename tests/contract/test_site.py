@@ -79,7 +79,7 @@ def test_no_heading_is_part_of_a_table_and_no_markdown_is_left_in_a_page(site):
 
 def test_the_site_holds_pages_pictures_and_what_zensical_adds_but_no_script_of_ours(site):
     kinds = {path.suffix for path in site.rglob("*") if path.is_file() and "assets" not in path.relative_to(site).parts}
-    assert kinds == {".css", ".html", ".inv", ".json", ".png", ".txt", ".xml"}
+    assert kinds == {".css", ".html", ".inv", ".json", ".png", ".svg", ".txt", ".xml"}
     sources = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
     made = {Path(name).parent for name in pages(site)} - {Path()}
     assert made == {path.parent if path.name == "README" else path for path in sources} - {Path("index")}
