@@ -49,7 +49,8 @@ def check_switches(*, none: bool = False, **switches: Any) -> None:
 
 def inherits(owner: Any, parent: type, names: tuple[str, ...]) -> bool:
     """Tell whether an object overrides none of these methods of ``parent``, in its class or on itself."""
-    kind, own = type(owner), vars(owner)
+    kind = type(owner)
+    own = vars(owner)
     return all(name not in own and getattr(kind, name, None) is getattr(parent, name) for name in names)
 
 

@@ -42,7 +42,8 @@ class HostCopier:
         changes the copy, and the host waits for nothing. The block begins when they have arrived, in any thread.
         """
         # Nobody else gets this memory until the block ends.
-        free, self._buffers = self._buffers, {}
+        free = self._buffers
+        self._buffers = {}
         stream = io.BytesIO()
         pickler = _Pickler(stream, free)
         pickler.dump(value)
@@ -72,7 +73,8 @@ class _Pickler(pickle.Pickler):
         return number, obj.dtype if isinstance(obj, TypedStorage) else None
 
     def _copy(self, storage: UntypedStorage) -> torch.Tensor:
-        size, pinned = storage.nbytes(), storage.device.type == "cuda"
+        size = storage.nbytes()
+        pinned = storage.device.type == "cuda"
         kept = self._free.get((size, pinned))
         buffer = kept.pop() if kept else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         # As bytes, because tensors of several dtypes and shapes may lie on one storage.

@@ -277,7 +277,8 @@ def repr_with_copy(self: Any) -> str:
 
     A Trainer shows it when it refuses an object, and knows of no other copy than its own.
     """
-    name, other = type(self).__name__, NAMES[1 - NAMES.index(bound_name())]
+    name = type(self).__name__
+    other = NAMES[1 - NAMES.index(bound_name())]
     return f"<{_mismatch(name, other)}>" if other in sys.modules else f"<{name} of {bound_name()}>"
 
 

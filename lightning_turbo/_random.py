@@ -42,7 +42,8 @@ GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.G
 DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.ModuleType)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # Among about how many objects generators are looked for, and in containers of how many items at most.
-MOST_OBJECTS, MOST_PARTS = 10_000, 256
+MOST_OBJECTS = 10_000
+MOST_PARTS = 256
 
 # Packages whose own lines are not looked at: to seed torch once takes thousands of them, and an interrupt comes most
 # likely at a line that is looked at, which is not to be one where this package lets go of a lock.

@@ -20,7 +20,8 @@ class ReplacedMethod:
     """
 
     def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._owner, self._name = owner, name
+        self._owner = owner
+        self._name = name
         self._was_own = name in vars(owner)  # otherwise the class gives it
         self._before = getattr(owner, name)
         self._function: Callable[..., Any] | None = function

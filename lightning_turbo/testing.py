@@ -136,15 +136,19 @@ class _Run:
     """A series of epochs of loaders that are built again at each stop, one for each rank."""
 
     def __init__(self, make_loader: Callable[..., Any], workers: int, ranks: Sequence[int]) -> None:
-        self._make, self._workers = make_loader, workers
-        self._numbers, self._several, self._most = cycle(ranks), tuple(ranks) != (1,), max(ranks)
+        self._make = make_loader
+        self._workers = workers
+        self._numbers = cycle(ranks)
+        self._several = tuple(ranks) != (1,)
+        self._most = max(ranks)
         self.stopped: list[tuple[int, int]] = []  # epoch, and samples of it that were used
         _seed(0)
         self._loaders = self._build()
 
     def epochs_of(self, epochs: int, stops: int, whole: list[list[Step]] | None = None) -> list[list[Step]]:
         """Return the steps of each epoch; with those of a run without stops, stop in each epoch and at its end."""
-        chance, seen = random.Random(0), list[list[Step]]()
+        chance = random.Random(0)
+        seen = list[list[Step]]()
         for epoch in range(epochs):
             seen.append(list(self._epoch(epoch, self._places(whole[epoch], stops, chance) if whole else [])))
             if whole is not None:
@@ -164,7 +168,8 @@ class _Run:
     def _epoch(self, epoch: int, places: list[int]) -> Iterator[Step]:
         for loader in self._loaders:
             _set_epoch(loader, epoch)
-        iterators, done = [iter(loader) for loader in self._loaders], 0
+        iterators = [iter(loader) for loader in self._loaders]
+        done = 0
         for place in [*places, None]:
             while place is None or done < place:
                 step = [next(iterator, None) for iterator in iterators]

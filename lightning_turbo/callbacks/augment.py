@@ -43,7 +43,8 @@ class AugmentBatches(Callback):
         what = "a BatchAugmentation"
         expect(isinstance(augmentation, BatchAugmentation), "augmentation", augmentation, what, TypeError)
         check_switches(training_only=training_only)
-        self.augmentation, self.training_only = augmentation, training_only
+        self.augmentation = augmentation
+        self.training_only = training_only
         self._replaced: ReplacedMethod | None = None
         self._was_called = False
 

@@ -122,7 +122,8 @@ class ExactAccumulation(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Correct the gradients of the window."""
-        window, total = self._window, self._window.total
+        window = self._window
+        total = self._window.total
         # Every batch of the window returned None.
         if window.count == 0:
             return
@@ -157,7 +158,8 @@ class ExactAccumulation(Callback):
         return length == 1 or (math.isfinite(batches) and batches % length == 0)
 
     def _warn_if_idle(self, trainer: Any) -> None:
-        length, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        length = trainer.accumulate_grad_batches
+        batches = trainer.num_training_batches
         changing = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if not changing and self._is_even(length, batches, trainer.world_size):
             rank_zero_warn(

@@ -91,7 +91,8 @@ def release_before_forward(trainer: Any) -> Callable[[], None]:
     Returns:
         A function that ends it; call it once.
     """
-    undo, stepped = ExitStack(), dict[Optimizer, None]()
+    undo = ExitStack()
+    stepped = dict[Optimizer, None]()
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         stepped[optimizer] = None

@@ -1,4 +1,4 @@
-"""The callback that ends a run which is told to end, so that another one goes on from the same step."""
+"""``Preemption``: ends a run on a signal, so that another one goes on from the same step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 class Preemption(Callback):
     """Save and end a run on a signal, or when its time is nearly over, so that another run goes on.
 
-    A signal to any rank is noted, and told to all ranks on the host after each optimizer step. All of them save one
+    A signal to any rank is shared with all ranks, on the host, after each optimizer step. All of them save one
     checkpoint, ``preempted.ckpt``, after the same step, at most one behind the signal's, once what is due after that
     step is done (validation, other checkpoints). Then they end with exit status 75. With ``ExactResume``, as under the
     turbo strategies, a run that goes on from the file equals one that never stopped. ``"turbo_ddp"`` adds
@@ -40,8 +40,8 @@ class Preemption(Callback):
     The file lies where ``ModelCheckpoint`` saves, else in the Trainer's ``default_root_dir``; the next preemption
     replaces it. Another signal while it is written changes nothing. Worker processes of loaders ignore the signals.
 
-    In a Slurm job that Lightning requeues (``SLURMEnvironment(auto_requeue=True)``), its signal is told to all ranks in
-    the same way, and then left to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job.
+    In a Slurm job that Lightning requeues (``SLURMEnvironment(auto_requeue=True)``), its signal is shared with
+    all ranks in the same way, and then left to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job.
 
     Args:
         signals: Names of the signals; those that the system does not have are left out of the default. A handler of
@@ -57,7 +57,7 @@ class Preemption(Callback):
     Note:
         Signals are handled by Python in the main thread; a fit in another thread obeys the time limit alone. A signal
         during a validation waits for its end. Gradients are in no checkpoint, so that the run ends at the end of an
-        accumulation window. torchrun kills what still runs 30 seconds after it was told to end itself.
+        accumulation window. torchrun kills what still runs 30 seconds after its own signal.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -76,7 +76,7 @@ class Preemption(Callback):
         expect(seconds is None or seconds > 0, "Preemption(time_limit)", time_limit, "more than 0 seconds")
         self._signals = _numbers(signals)
         self._clock = _Clock(seconds)
-        self._told = _Told()
+        self._shared = _SharedSignals()
         self._cleanup = ExitStack()  # undoes what a run changes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Preemption(Callback):
         """Let the worker processes of loaders ignore the signals."""
         self._cleanup.close()
         if stage == "fit":
-            self._told = _Told()
+            self._shared = _SharedSignals()
             replaced = ReplacedMethod(trainer.strategy, "process_dataloader", self._process)
             self._cleanup.callback(replaced.put_back)
 
@@ -98,7 +98,7 @@ class Preemption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to signals, and obey them after each optimizer step."""
         self._listen(trainer)
-        self._told.connect()
+        self._shared.connect()
         self._clock.start()
         loop: Any = trainer.fit_loop.epoch_loop
         replaced = [ReplacedMethod(loop, "on_advance_end", self._after_batch(trainer, loop))]
@@ -109,11 +109,11 @@ class Preemption(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for what the ranks still tell one another."""
-        self._told.close()
+        self._shared.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put everything back."""
-        self._told.close()
+        self._shared.close()
         self._cleanup.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -146,18 +146,19 @@ class Preemption(Callback):
         """Note signals from now on; Lightning, which has its own handlers by now, puts the program's back."""
         if threading.current_thread() is not threading.main_thread():
             return
-        requeue, program = requeue_signal(trainer), handlers_before_run(trainer)
+        requeue = requeue_signal(trainer)
+        program = handlers_before_run(trainer)
         for number in {*self._signals, *([] if requeue is None else [requeue])}:
             before = signal.getsignal(number)
-            if getattr(before, "__self__", None) is self._told:
+            if getattr(before, "__self__", None) is self._shared:
                 continue
             if number == requeue:
-                self._told.requeue = before if callable(before) else None
-                signal.signal(number, self._told.note_requeue)
+                self._shared.requeue = before if callable(before) else None
+                signal.signal(number, self._shared.receive_requeue)
             else:
-                self._told.others[number] = program.get(number)
-                signal.signal(number, self._told.note)
-            self._cleanup.callback(_put_back, number, self._told, before)
+                self._shared.others[number] = program.get(number)
+                signal.signal(number, self._shared.receive)
+            self._cleanup.callback(_put_back, number, self._shared, before)
 
     def _after_batch(self, trainer: Any, loop: Any) -> Callable[..., None]:
         def on_advance_end(method: Callable[..., None], *args: Any) -> None:
@@ -171,10 +172,10 @@ class Preemption(Callback):
 
     def _obey(self, trainer: Any) -> None:
         if self._clock.is_nearly_over():
-            self._told.stop = True
-        stop, requeue = self._told.by_all()
-        if requeue and self._told.requeue is not None:
-            self._told.requeue(requeue_signal(trainer), None)  # on all ranks: it saves
+            self._shared.stop = True
+        stop, requeue = self._shared.by_all()
+        if requeue and self._shared.requeue is not None:
+            self._shared.requeue(requeue_signal(trainer), None)  # on all ranks: it saves
         if stop:
             self._end(trainer)
 
@@ -182,15 +183,17 @@ class Preemption(Callback):
         """Save, unless Lightning did for the job that it requeued, and end this process."""
         callback = trainer.checkpoint_callback
         path = Path(getattr(callback, "dirpath", None) or trainer.default_root_dir) / "preempted.ckpt"
-        saves = not self._told.was_requeued
+        saves = not self._shared.was_requeued
         if saves:
             trainer.save_checkpoint(path)
-        self._told.close()
+        self._shared.close()
         trainer.strategy.barrier("Preemption")  # a job may end all ranks when the first one has ended
         # Until the process has ended, signals change nothing.
-        keep_handlers(trainer, dict.fromkeys(self._signals, self._told.note))
-        where = f"The state of step {trainer.global_step} is in {path}. " if saves else ""
-        rank_zero_info(f"Preemption: the run was told to end. {where}It ends with status {self.EXIT_STATUS}.")
+        keep_handlers(trainer, dict.fromkeys(self._signals, self._shared.receive))
+        where = f"The state of step {trainer.global_step} is in {path}." if saves else ""
+        rank_zero_info(
+            f"Preemption: a signal or the time limit ends the run. {where}The exit status is {self.EXIT_STATUS}."
+        )
         raise SystemExit(self.EXIT_STATUS)
 
 
@@ -200,8 +203,8 @@ def attach_preemption(trainer: Any) -> None:
         trainer.callbacks.append(Preemption(signals=("SIGTERM",)))
 
 
-class _Told:
-    """What the ranks of a run tell one another of signals: one exchange a step, on the host.
+class _SharedSignals:
+    """The signals that any rank of a run received: the ranks exchange them once a step, on the host.
 
     ``Preemption`` makes it for a fit, connects it when training starts and closes it at its end. Each exchange starts
     a collective, and reads that of the step before, which had a step's time: a rank waits only for one more than a
@@ -213,30 +216,31 @@ class _Told:
         self.stop = self.was_requeued = False
         self.others: dict[int, Any] = {}  # handlers of the program, by signal
         self.requeue: Callable[..., Any] | None = None  # Lightning's handler
-        self._requeue_noted = False
+        self._requeue_received = False
         self._group: Any = None
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def connect(self) -> None:
-        """Make the group in which the ranks tell one another; a collective call."""
+        """Make the process group of the exchange; a collective call."""
         self._group = host_group() if rank_and_size()[1] > 1 else None
 
-    def note(self, number: int, frame: Any) -> None:
+    def receive(self, number: int, frame: Any) -> None:
         """Handle a signal that ends the run."""
         self.stop = True
         if callable(other := self.others.get(number)):
             other(number, frame)
 
-    def note_requeue(self, number: int, frame: Any) -> None:
+    def receive_requeue(self, number: int, frame: Any) -> None:
         """Handle the signal on which Lightning requeues the job."""
-        self._requeue_noted = True
+        self._requeue_received = True
 
     def by_all(self) -> tuple[bool, bool]:
-        """Return whether any rank was told to stop, and whether the job is to be requeued, which is so once."""
-        own = torch.tensor([self.stop, self._requeue_noted], dtype=torch.int32)
+        """Return whether any rank is to stop, and whether the job is to be requeued, which is true once."""
+        own = torch.tensor([self.stop, self._requeue_received], dtype=torch.int32)
         if self._group is not None:
             work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
-            pending, self._pending = self._pending, (work, own)
+            pending = self._pending
+            self._pending = (work, own)
             if pending is None:  # of the first step there is none before
                 return False, False
             pending[0].wait()
@@ -281,7 +285,8 @@ class _IgnoreSignals:
     """A ``worker_init_fn`` that has a worker process ignore signals, which go to all processes of a job."""
 
     def __init__(self, numbers: tuple[int, ...], then: Callable[[int], None] | None) -> None:
-        self._numbers, self._then = numbers, then
+        self._numbers = numbers
+        self._then = then
 
     def __call__(self, worker: int) -> None:
         for number in self._numbers:
@@ -296,9 +301,9 @@ def _restore(loader: ref[DataLoader[Any]], before: Callable[[int], None] | None)
         alive.worker_init_fn = before
 
 
-def _put_back(number: int, told: _Told, before: Any) -> None:
+def _put_back(number: int, shared: _SharedSignals, before: Any) -> None:
     """Put a handler back, unless another one stands there by now."""
-    if getattr(signal.getsignal(number), "__self__", None) is told:
+    if getattr(signal.getsignal(number), "__self__", None) is shared:
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 

@@ -147,8 +147,10 @@ class Prefetch(Callback):
         if persistent_workers and num_workers == 0:
             raise ValueError("persistent_workers=True: expected num_workers of 1 or more, got 0.")
         self.persistent_workers = persistent_workers
-        self.auto_workers, self.exact_resume = auto_workers, exact_resume
-        self.device_prefetch, self.device_transform = device_prefetch, device_transform
+        self.auto_workers = auto_workers
+        self.exact_resume = exact_resume
+        self.device_prefetch = device_prefetch
+        self.device_transform = device_transform
         self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
         self._acting: Prefetch | None = None  # during a run: itself or, of several, one with the settings of all
         self._found_workers: dict[Any, int | None] = {}
@@ -180,7 +182,8 @@ class Prefetch(Callback):
         self._end()
 
     def _end(self) -> None:
-        acting, self._acting = self._acting, None
+        acting = self._acting
+        self._acting = None
         if acting is not None:
             acting._put_back()
 
@@ -249,7 +252,8 @@ class Prefetch(Callback):
 
     def _choose_transfer(self, trainer: Any) -> DeviceTransfer | None:
         """Return what moves batches ahead under this Trainer; ``None`` if Lightning's own move is left to do it."""
-        device, transform = trainer.strategy.root_device, self.device_transform
+        device = trainer.strategy.root_device
+        transform = self.device_transform
         # A strategy that copies batches ahead itself says so with this attribute.
         theirs = getattr(trainer.strategy, "device_prefetch", False)
         if transform is None and (theirs or not self.device_prefetch or device.type != "cuda"):

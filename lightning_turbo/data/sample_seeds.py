@@ -135,11 +135,14 @@ def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
 def add_seeds(loader: DataLoader[Any], seed: int) -> None:
     """Do to ``loader`` itself what ``seed_samples`` does to a copy; one that is seeded gets the new seed."""
-    dataset, collate_fn, name = loader.dataset, loader.collate_fn, index_sampler_name(loader)
+    dataset = loader.dataset
+    collate_fn = loader.collate_fn
+    name = index_sampler_name(loader)
     sampler: Any = getattr(loader, name)
     if isinstance(dataset, SeededDataset):
         # The samplers know their epoch already, inside of what a Trainer may have put around them.
-        dataset, collate_fn = dataset._seeded_dataset, getattr(collate_fn, "collate_fn", collate_fn)
+        dataset = dataset._seeded_dataset
+        collate_fn = getattr(collate_fn, "collate_fn", collate_fn)
     else:
         sampler = _with_epochs(sampler, batched=name == "batch_sampler")
     changes = {name: sampler, "dataset": SeededDataset(dataset, seed), "collate_fn": SeededCollate(collate_fn, seed)}
@@ -172,7 +175,8 @@ class BatchKey(list[Any]):
 
     def __init__(self, indices: Any = (), epoch: int = 0, number: int = 0) -> None:
         super().__init__(indices)
-        self.epoch, self.number = epoch, number
+        self.epoch = epoch
+        self.number = number
 
 
 class CountedEpochs:
@@ -207,7 +211,8 @@ class CountedEpochs:
         sampler_epoch = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
         epoch = self.epoch if sampler_epoch is None else sampler_epoch
         if self.given is not None:
-            epoch, self.given = self.given, None
+            epoch = self.given
+            self.given = None
         self.epoch = epoch + 1
         for number, batch in enumerate(batches, self.first):
             try:
@@ -231,7 +236,8 @@ class EpochSampler(CountedEpochs, Sampler[Any]):
     """Any other sampler of a loader, whose batches then know their epoch and number."""
 
     def __init__(self, sampler: Any, batched: bool) -> None:
-        self.sampler, self.batched = sampler, batched
+        self.sampler = sampler
+        self.batched = batched
 
     def __iter__(self) -> Iterator[BatchKey]:
         items = iter(self.sampler)
@@ -269,7 +275,8 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, key: BatchKey) -> tuple[BatchKey, Any]:
         """Load the samples of ``key``, one after another or, if the dataset can, in one call."""
-        dataset, samples = self._seeded_dataset, []
+        dataset = self._seeded_dataset
+        samples = []
         with _put_back():
             if loads_batches(dataset):
                 self._seeder("sample", _check_key(key).epoch, _first_index(key))
@@ -297,7 +304,8 @@ class SeededCollate:
     """A ``collate_fn`` before each call of which the generators are seeded; see ``seed_samples``."""
 
     def __init__(self, collate_fn: Any, seed: int) -> None:
-        self.collate_fn, self._seeder = collate_fn, Seeder(collate_fn, seed)
+        self.collate_fn = collate_fn
+        self._seeder = Seeder(collate_fn, seed)
 
     def __call__(self, loaded: tuple[BatchKey, Any]) -> Any:
         """Return the batch of the samples that ``SeededDataset`` loaded."""
@@ -311,14 +319,17 @@ class Seeder:
     """Seeds the generators of this process, and what ``root`` holds, for which it is searched once an epoch."""
 
     def __init__(self, root: Any, seed: int) -> None:
-        self._root, self._base = root, check_seed(seed)
-        self._searched, self._held = -1, []
+        self._root = root
+        self._base = check_seed(seed)
+        self._searched = -1
+        self._held = []
 
     def __call__(self, kind: str, epoch: int, index: int) -> None:
         """Seed all of them with ``seeds_of`` a sample, or of a batch."""
         if self._searched != epoch:
             parts = [self._root, *parts_in(self._root, _seeds_its_parts)]
-            self._searched, self._held = epoch, [each for each in parts if _is_seeded(each)]
+            self._searched = epoch
+            self._held = [each for each in parts if _is_seeded(each)]
         for_torch, for_python, for_numpy = seeds_of(self._base, epoch, index, kind)
         # torch.manual_seed would prepare the seeding of every device, which takes a hundred times as long.
         torch.default_generator.manual_seed(for_torch)

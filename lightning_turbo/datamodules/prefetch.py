@@ -89,7 +89,8 @@ class PrefetchDataModule(LightningDataModule):
         """Return a DataModule of datasets, as Lightning's method does; takes the arguments of this class as well."""
         theirs = inspect.signature(LightningDataModule.from_datasets).parameters
         given = {name: kwargs.pop(name) for name in [*kwargs] if name in theirs}
-        datamodule, plain = cls(**kwargs), LightningDataModule.from_datasets(*args, **given)
+        datamodule = cls(**kwargs)
+        plain = LightningDataModule.from_datasets(*args, **given)
         for name, method in vars(plain).items():
             if name.endswith("_dataloader"):
                 setattr(datamodule, name, method)

@@ -67,7 +67,8 @@ class OtherLoad:
 
     def cores(self) -> float | None:
         """Return the mean number of cores, or ``None`` where the system does not tell."""
-        now, passed = _busy_seconds(), time.monotonic() - self._begun
+        now = _busy_seconds()
+        passed = time.monotonic() - self._begun
         if now is None or self._before is None or passed <= 0:
             return None
         return max(0.0, (now - self._before) / passed)

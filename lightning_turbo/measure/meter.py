@@ -105,7 +105,8 @@ class Meter:
             self.border = True
             self._open("border", sys.maxsize)
             return True
-        self._steps, self._seconds = order["steps"], order.get("seconds", 0.0)
+        self._steps = order["steps"]
+        self._seconds = order.get("seconds", 0.0)
         # What is left of the warm-up is done here, in this process's own turn.
         self._lead = lead = max(order["lead"], self._warmup)
         self._warmup = 0

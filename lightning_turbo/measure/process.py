@@ -160,7 +160,8 @@ class Process:
         """
         # First of all: a process that is held would not see the end of its input.
         self.resume()
-        process, guard = self._process, self._guard
+        process = self._process
+        guard = self._guard
         assert process.stdin is not None
         assert guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):

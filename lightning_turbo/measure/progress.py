@@ -66,7 +66,8 @@ class Progress:
     def _draw(self) -> None:
         """Draw the last line of a terminal again."""
         if self._terminal:
-            bar, whole = "", self._deadline - self._start
+            bar = ""
+            whole = self._deadline - self._start
             if whole < math.inf:
                 share = min(1.0, (time.monotonic() - self._start) / whole)
                 bar = f"[{'#' * int(BAR * share):{BAR}}] "

@@ -148,7 +148,8 @@ class Turns:
         try:
             for position, group in enumerate(groups):
                 self._start(group, start_until)
-                now, left = time.monotonic(), len(groups) - position
+                now = time.monotonic()
+                left = len(groups) - position
                 # What is left of the time, in equal parts for the groups that are left; of seconds, for all groups.
                 share = min((until - now) / left, seconds / len(groups))
                 self._measure(group, order, rounds, number, fewest, now + share)
@@ -192,7 +193,8 @@ class Turns:
 
     def _start(self, names: Sequence[str], until: float) -> None:
         """Bring each process behind its warm-up, a few at a time, and hold it there."""
-        todo, waiting = list(names), list[str]()
+        todo = list(names)
+        waiting = list[str]()
         while todo or waiting:
             self._interrupt.check()
             # Starts are slow and need no quiet, so that some go on beside one another; each is held as soon as it is

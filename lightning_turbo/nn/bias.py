@@ -207,7 +207,8 @@ def _is_hooked(part: nn.Module) -> bool:
 def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     layer: Any = module.get_submodule(layer_name)
     norm: Any = module.get_submodule(norm_name)
-    bias, mean = layer.bias, norm.running_mean
+    bias = layer.bias
+    mean = norm.running_mean
     if mean is not None:
         # Evaluation subtracts the running mean, which held what the bias had added to every activation.
         mean.copy_(mean.float() - bias.to(mean.device, torch.float32))

@@ -87,7 +87,8 @@ class AccumulationWindow:
     """
 
     def __init__(self, reference_weight: float = 1.0) -> None:
-        valid, what = is_number(reference_weight) and reference_weight > 0, "a finite number above 0"
+        valid = is_number(reference_weight) and reference_weight > 0
+        what = "a finite number above 0"
         expect(valid, "reference_weight", reference_weight, f"{what}, the size of an ordinary weight")
         self.reference_weight = float(reference_weight)
         self.reset()

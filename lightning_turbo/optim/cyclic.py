@@ -36,7 +36,8 @@ class CyclicSchedule(CyclicLR):
         trainer: Any,
         **cycle: Any,
     ) -> None:
-        self._lengths, self._is_sized = lengths, unit is not None
+        self._lengths = lengths
+        self._is_sized = unit is not None
         # The Trainer knows this schedule: of a circle, the collector would have to free the weights.
         self._trainer = None if trainer is None else weakref.ref(trainer)
         # torch starts from a group's initial_lr, and a SequentialLR puts that of its first schedule back.
@@ -54,7 +55,8 @@ class CyclicSchedule(CyclicLR):
         # torch's constructor makes the first call, at -1, when the Trainer does not know the length of an epoch yet.
         if self.last_epoch >= 0 and not self._is_sized:
             up, down = self._count_steps(_steps_per_epoch(self._trainer and self._trainer()))
-            self.total_size, self.step_ratio = float(up + down), up / (up + down)
+            self.total_size = float(up + down)
+            self.step_ratio = up / (up + down)
             self._is_sized = True
         super().step(epoch)
 

@@ -182,7 +182,8 @@ class _Lamb(Optimizer):
         for state, param in zip(states, params, strict=True):
             if not state:
                 state["step"] = 0
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg_sq"] = torch.zeros_like(param)
             state["step"] += 1
         first, second = group["betas"]
         averages = [state["exp_avg"] for state in states]

@@ -46,7 +46,8 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float]) -> LRRange:
     """
     curve = _finite_part(lrs, losses)
     falling = _falling_part(curve)
-    start, fall = falling[0][1], falling[0][1] - falling[-1][1]
+    start = falling[0][1]
+    fall = falling[0][1] - falling[-1][1]
     if fall <= 1e-3 * abs(start):  # less is rounding of the running mean
         raise ValueError(
             f"losses: expected a fall, got none below the start of {start:.4g} from lr={curve[0][0]:.3g} to "

@@ -73,10 +73,13 @@ class BatchAugmentation:
         floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
         expect(floating, "dtype", dtype, "a floating-point dtype, for example torch.float16, or None", TypeError)
         expect(label is None or isinstance(label, (str, int)), "label", label, "a name, a position or None", TypeError)
-        self.transforms, self.seed = list(transforms), check_seed(seed)
-        self.images, self.masks = _check_names("image", image), _check_names("mask", mask)
+        self.transforms = list(transforms)
+        self.seed = check_seed(seed)
+        self.images = _check_names("image", image)
+        self.masks = _check_names("mask", mask)
         expect(self.images, "image", image, "a name or a position, or a sequence of them", TypeError)
-        self.label, self.dtype = label, dtype
+        self.label = label
+        self.dtype = dtype
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -104,7 +107,8 @@ class BatchAugmentation:
                 f"expected the batch of an IndexedDataset, or index=, got a {type(batch).__name__} and index=None. "
                 "Load from DataLoader(IndexedDataset(dataset), ...)."
             )
-        parts, dtype = self._read(batch, index), self.dtype or _part(batch, self.images[0]).dtype
+        parts = self._read(batch, index)
+        dtype = self.dtype or _part(batch, self.images[0]).dtype
         # The caller's autocast would blur and interpolate in half precision, and a sample would differ by level.
         with torch.autocast(parts.images[0].device.type, enabled=False):
             draws = draws_of(self.seed, self.epoch, index, len(self.transforms))
@@ -156,7 +160,8 @@ def _check_names(argument: str, names: Any) -> tuple[Name, ...]:
 
 def _check_shapes(names: Sequence[Name], images: Sequence[Tensor], index: Sequence[int]) -> None:
     """Refuse images of one batch that differ in number or space, and another number of indices."""
-    first, count = images[0], len(images[0])
+    first = images[0]
+    count = len(images[0])
     for name, image in zip(names, images, strict=True):
         what = f"{count} samples of the space {tuple(first.shape[2:])}, as image {names[0]!r} has"
         fits = len(image) == count and image.shape[2:] == first.shape[2:]
@@ -167,7 +172,8 @@ def _check_shapes(names: Sequence[Name], images: Sequence[Tensor], index: Sequen
 def _check_mask(name: Name, mask: Any, image: Tensor) -> Tensor:
     """Return a mask with an axis of channels, in a dtype that torch can index."""
     expect(isinstance(mask, Tensor), f"mask {name!r}", mask, "a tensor", TypeError)
-    count, space = len(image), tuple(image.shape[2:])
+    count = len(image)
+    space = tuple(image.shape[2:])
     whole = mask[:, None] if mask.dim() == image.dim() - 1 else mask
     fits = whole.dim() == image.dim() and len(whole) == count and tuple(whole.shape[2:]) == space
     what = f"{(count, 'channels', *space)} or {(count, *space)}, because the image has {tuple(image.shape)}"

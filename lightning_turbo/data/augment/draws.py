@@ -42,7 +42,8 @@ class Draws:
     """
 
     def __init__(self, keys: Tensor, position: int, samples: tuple[int, int, list[int]]) -> None:
-        self.position, self.samples = position, samples
+        self.position = position
+        self.samples = samples
         # A key for each sample and position of a transform: however much one transform draws, the next one gets the
         # numbers that it would get without it.
         self._keys = _mix(keys + STEP * torch.tensor(position + 1))

@@ -104,7 +104,8 @@ class RandomContrast(_Intensity):
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images with ``value`` times their contrast."""
         # As with MONAI's ``preserve_range``, no voxel becomes brighter than the brightest one was, or darker.
-        mean, factor = image.mean(_space(image), keepdim=True), per_sample(value, image)
+        mean = image.mean(_space(image), keepdim=True)
+        factor = per_sample(value, image)
         low, high = _bounds(image)
         changed = (image * factor).add_(mean * (1 - factor))
         # In place, where clamp_ with tensors as bounds takes ten times as long.

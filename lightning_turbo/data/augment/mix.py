@@ -36,7 +36,8 @@ class MixUp(Transform):
         classes = num_classes is None or is_whole(num_classes, 2)
         expect(classes, f"{name}: num_classes", num_classes, "an integer of 2 or more, or None")
         expect(is_number(alpha) and alpha > 0, f"{name}: alpha", alpha, "a number above 0")
-        self.num_classes, self.alpha = num_classes, float(alpha)
+        self.num_classes = num_classes
+        self.alpha = float(alpha)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and labels."""
@@ -52,7 +53,8 @@ class MixUp(Transform):
 
     def _share(self, draws: Draws) -> Tensor:
         """Draw the share of each sample in what becomes of it; 1 where it stays."""
-        rows, drawn = draws.rows(self.p), draws.beta(self.alpha)
+        rows = draws.rows(self.p)
+        drawn = draws.beta(self.alpha)
         return torch.ones_like(drawn).index_copy(0, rows, drawn[rows])
 
     @staticmethod
@@ -64,7 +66,8 @@ class MixUp(Transform):
 
     def _probabilities(self, label: Tensor) -> Tensor:
         """Return labels as probabilities of classes."""
-        name, got = type(self).__name__, f"{tuple(label.shape)} of {label.dtype}"
+        name = type(self).__name__
+        got = f"{tuple(label.shape)} of {label.dtype}"
         if label.is_floating_point():
             expect(label.dim() == 2, f"{name}: label", got, "probabilities of shape (n, classes)")
             return label
@@ -96,7 +99,8 @@ class CutMix(MixUp):
         """Change images, masks and labels."""
         if parts.label is None and not parts.masks:
             raise ValueError("CutMix: expected label= or mask=, got neither.")
-        axes, share = len(parts.space), self._share(draws)
+        axes = len(parts.space)
+        share = self._share(draws)
         # The box has the image's shape, so that each edge is the root of the share; what hangs over an end is cut off,
         # and the labels follow what is really inside.
         half = (1 - share).pow(1 / axes)[:, None] / 2

@@ -42,7 +42,8 @@ class PerSample(Transform):
         package = next((name for kind in type(transform).__mro__ if (name := _package(kind)) in PACKAGES), "")
         what = "a transform of MONAI, torchvision.transforms.v2 or kornia, which can be seeded by sample"
         expect(callable(transform) and package, "transform", transform, what, TypeError)
-        self.transform, self.package = transform, package
+        self.transform = transform
+        self.package = package
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and masks."""
@@ -67,7 +68,8 @@ class PerSample(Transform):
                 own = [[each[row].clone() for each in kind] for kind in (parts.images, parts.masks)]
                 done.append(self._change(*own))
         columns = [torch.stack(column) for column in zip(*done, strict=True)]
-        parts.images, parts.masks = columns[:images], columns[images : images + masks]
+        parts.images = columns[:images]
+        parts.masks = columns[images : images + masks]
 
     def _takes_several(self) -> bool:
         """Whether the transform is one that changes several images, or masks with an image, by the same numbers."""

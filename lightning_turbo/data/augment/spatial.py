@@ -64,7 +64,8 @@ class _Corners:
         self.axes = len(space)
         self.strides = [math.prod(size + 2 for size in space[axis + 1 :]) for axis in range(self.axes)]
         self.volume = self.strides[0] * (space[0] + 2)  # with a border of one voxel
-        self.first, self.weights = torch.zeros(1, dtype=torch.int32, device=source.device), []
+        self.first = torch.zeros(1, dtype=torch.int32, device=source.device)
+        self.weights = []
         for axis, size in enumerate(space):
             at = source[:, axis]
             # About the outer edges of the border voxels, as in grid_sample without align_corners.
@@ -165,7 +166,8 @@ class RandomAffine(_Resampled):
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and masks."""
-        axes, rows = len(parts.space), draws.rows(self.p)
+        axes = len(parts.space)
+        rows = draws.rows(self.p)
         fits = self.spacing is None or len(self.spacing) == axes
         expect(fits, "RandomAffine: spacing", self.spacing, f"{axes} numbers, for the space {tuple(parts.space)}")
         # Of all samples, in float64 on the CPU: some dozen numbers, which are the same on each device.
@@ -181,7 +183,9 @@ class RandomAffine(_Resampled):
             matrix = torch.cat([turned, -turned @ shift[:, :, None]], 2)
         if not len(rows):
             return
-        image, grid, source = parts.images[0], None, None
+        image = parts.images[0]
+        grid = None
+        source = None
         if kernels.samples_by_torch(image):
             grid = kernels.affine_grid(matrix[rows].to(image.device, torch.float32, non_blocking=True), parts.space)
         if grid is None or parts.masks:
@@ -203,7 +207,8 @@ class RandomAffine(_Resampled):
         for angle, (one, other) in zip(angles.T, [(0, 1)] if axes == 2 else [(1, 2), (2, 0), (0, 1)], strict=True):
             turn = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
             turn[:, one, one] = turn[:, other, other] = angle.cos()
-            turn[:, one, other], turn[:, other, one] = -angle.sin(), angle.sin()
+            turn[:, one, other] = -angle.sin()
+            turn[:, other, one] = angle.sin()
             matrix = matrix @ turn
         lean = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
         lean[:, ~torch.eye(axes, dtype=torch.bool)] = shear
@@ -253,7 +258,8 @@ class RandomElastic(_Resampled):
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and masks."""
-        axes, rows = len(parts.space), draws.rows(self.p)
+        axes = len(parts.space)
+        rows = draws.rows(self.p)
         points = draws.uniform(-1, 1, axes, *[self.control_points] * axes)
         points *= draws.uniform(*self.displacement).view(-1, *[1] * (axes + 1))
         if len(rows):
@@ -329,7 +335,8 @@ class RandomCrop(Transform):
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Change images and masks."""
-        space, axes = parts.space, len(self.size)
+        space = parts.space
+        axes = len(self.size)
         fits = len(space) == axes and all(own <= whole for own, whole in zip(self.size, space, strict=True))
         expect(fits, "RandomCrop: size", self.size, f"a size within the images' {tuple(space)}")
         room = torch.tensor([whole - own + 1 for own, whole in zip(self.size, space, strict=True)])

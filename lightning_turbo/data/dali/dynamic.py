@@ -65,7 +65,9 @@ class DynamicPipeline:
         _optional.require("nvidia.dali", "DynamicPipeline")
         check_functions(reader=reader, process=process)
         expect(reader is not None, "reader", reader, "a function that makes a reader", TypeError)
-        self.reader, self.process, self.pad = reader, process, pad
+        self.reader = reader
+        self.process = process
+        self.pad = pad
 
 
 # The contexts that are in use, by number of threads and device.
@@ -105,7 +107,9 @@ class BuiltDynamic:
     ) -> None:
         import nvidia.dali.experimental.dynamic as ndd
 
-        self.placement, self.epoch, self._settings = placement, epoch, settings
+        self.placement = placement
+        self.epoch = epoch
+        self._settings = settings
         self.passes, self.taken = saved["passes"], saved["taken"]
         self._pipeline = pipeline
         self._context = _context(num_threads, placement.device_id)

@@ -96,16 +96,22 @@ class ImageFolder:
         _check_range("ratio", ratio, up_to=float("inf"))
         self.dtype = str(dtype).removeprefix("torch.")
         expect(self.dtype in DTYPES, "dtype", dtype, f"one of {', '.join(f'torch.{name}' for name in DTYPES)}")
-        self.size, self.resize, self.shuffle, self.index = size, resize, shuffle, index
+        self.size = size
+        self.resize = resize
+        self.shuffle = shuffle
+        self.index = index
         self.channels_last = channels_last or self.dtype == "uint8"
         self.scaling = tuple(mean), tuple(std)
         # The random window of the training, as arguments of DALI; None in evaluation, which crops the centre.
         self.window = {"random_area": list(area), "random_aspect_ratio": list(ratio)} if train else None
         self.mirrored = 0.5 if train and mirror else 0.0
-        self.classes, files, labels = (), list_files(root, SUFFIXES), None
+        self.classes = ()
+        files = list_files(root, SUFFIXES)
+        labels = None
         if labelled:
             self.classes, files, labels = find_classes(Path(root), SUFFIXES, classes)
-        self.files, self.labels = tuple(map(str, files)), labels and np.asarray(labels, dtype=np.int64)
+        self.files = tuple(map(str, files))
+        self.labels = labels and np.asarray(labels, dtype=np.int64)
         what = f"a folder with images ({', '.join(SUFFIXES)}), in one subfolder per class unless labelled=False"
         expect(files, "root", str(root), what)
 
@@ -157,12 +163,14 @@ class ImageFolder:
         images, numbers = tensors
         images = images.movedim(-1, 1) if self.channels_last else images  # a view
         rest = [] if self.labels is None else [torch.from_numpy(self.labels[numbers.numpy()])]
-        rest += [numbers] * self.index
+        if self.index:
+            rest.append(numbers)
         return [images, *(part.to(images.device, non_blocking=True) for part in rest)]
 
     def _augment(self, dali: Any, encoded: Any, device: str) -> Any:
         """Define the DALI graph of decoding, cropping, resizing and normalisation."""
-        fn, types = dali.fn, dali.types
+        fn = dali.fn
+        types = dali.types
         image = self._decode(fn, encoded, device={"gpu": "mixed", "cpu": "cpu"}[device], output_type=types.RGB)
         mirrored = fn.random.coin_flip(probability=self.mirrored)
         if self.dtype == "uint8":

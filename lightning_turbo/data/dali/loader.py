@@ -125,7 +125,8 @@ class DALILoader:
         The arguments are those of the constructor, and the number of ranks that share the cores of this machine.
         """
         self.close()
-        self.device, self._shard = torch.device(device), (rank, world_size)
+        self.device = torch.device(device)
+        self._shard = (rank, world_size)
         there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         expect(self.device.type in there, "device", device, f"a device of type {' or '.join(there)}")
         ranks_here = ranks_here or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -168,13 +169,16 @@ class DALILoader:
 
     def _begin(self) -> BuiltPipeline | BuiltDynamic:
         """Bring the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
-        loaded, self._loaded = self._loaded, None
-        epoch, self._next = self._next, self._next + 1
+        loaded = self._loaded
+        self._loaded = None
+        epoch = self._next
+        self._next = self._next + 1
         if loaded is not None:
             self._restore(loaded, epoch)
             if loaded["batch"] and epoch == loaded["epoch"]:
                 return self._current(epoch)
-        self.epoch, self._batch = epoch, 0
+        self.epoch = epoch
+        self._batch = 0
         built = self._current(epoch)
         if built.taken == len(built):
             built.rewind()
@@ -246,7 +250,8 @@ class DALILoader:
             ValueError: If the state is from mid-epoch and was saved with another number of samples, batches or ranks,
                 another ``batch_size`` or another ``drop_last``.
         """
-        state, sizes = dict(state_dict), self._sizes(self._current(self.epoch))
+        state = dict(state_dict)
+        sizes = self._sizes(self._current(self.epoch))
         changed = {name: state[name] for name in COMMON if state[name] != sizes[name]}
         if changed and 0 < state["batch"] < state["batches"]:
             now = {name: sizes[name] for name in changed}
@@ -256,8 +261,11 @@ class DALILoader:
             )
         if changed:
             state |= {**sizes, "pipelines": {}, "batch": sizes["batches"] if state["batch"] else 0}
-        self.seed, self.epoch, self._batch = state["seed"], state["epoch"], state["batch"]
-        self._loaded, self._next = state, state["epoch"] + (state["batch"] == state["batches"])
+        self.seed = state["seed"]
+        self.epoch = state["epoch"]
+        self._batch = state["batch"]
+        self._loaded = state
+        self._next = state["epoch"] + (state["batch"] == state["batches"])
 
     def _sizes(self, built: BuiltPipeline | BuiltDynamic) -> dict[str, Any]:
         own = {"batch_size": self._settings.batch_size, "drop_last": self._settings.drop_last}

@@ -52,7 +52,9 @@ class BuiltPipeline:
     ) -> None:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-        self.placement, self.epoch, self._drops = placement, epoch, settings.drop_last
+        self.placement = placement
+        self.epoch = epoch
+        self._drops = settings.drop_last
         self.passes, self.taken = saved["passes"], saved["taken"]
         reader, self._meta = _check_readers(pipeline.reader_meta(), placement)
         self.samples: int = self._meta["epoch_size"]
@@ -127,7 +129,8 @@ def count_kept(meta: Mapping[str, Any], passes: int, batches: int, batch_size: i
         batches: Batches of an epoch.
         batch_size: Samples of a batch.
     """
-    ranks, samples = meta["number_of_shards"], meta["epoch_size"]
+    ranks = meta["number_of_shards"]
+    samples = meta["epoch_size"]
     # DALI gives each rank the next shard after every epoch, unless it sticks to its own.
     shard = (meta["shard_id"] + (0 if meta["stick_to_shard"] else passes)) % ranks
     size = (shard + 1) * samples // ranks - shard * samples // ranks

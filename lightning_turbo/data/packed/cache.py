@@ -19,7 +19,8 @@ __all__ = ["cache_transforms", "stamp_files"]
 
 PLAIN = (str, bytes, bool, int, float, type(None))
 # How often a sample that draws random numbers is loaded again to see whether they change it, and for how long.
-LOADS, SECONDS = 32, 10.0
+LOADS = 32
+SECONDS = 10.0
 
 Key: TypeAlias = "str | Callable[[Any], Any]"
 
@@ -146,7 +147,9 @@ def _check_sample_is_the_same(dataset: Any) -> None:
     if not watch.drew:
         return
     # Transforms may draw a number for a chance of 1, as TorchIO's do, and give the same sample each time.
-    begun, loads, drawn = time.monotonic(), 0, " and ".join(watch.drew)
+    begun = time.monotonic()
+    loads = 0
+    drawn = " and ".join(watch.drew)
     what = "a sample that is the same each time; move random transforms behind the cache"
     while loads < 2 or (loads < LOADS and time.monotonic() - begun < SECONDS):
         loads += 1

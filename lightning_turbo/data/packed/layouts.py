@@ -103,7 +103,8 @@ def find_volumes(
         ValueError: If files cannot be told apart; the message names two of them.
     """
     described = _read_description(source)
-    labels, source = _labels_of(source, labels), _images_in(source)
+    labels = _labels_of(source, labels)
+    source = _images_in(source)
     modalities = _ends_of(files, source, modalities, described)
     masks = _find_masks(source, files, labels)
     volumes = _join_channels([path for path in files if path not in masks.beside], source, modalities)
@@ -352,7 +353,8 @@ def _pair(volumes: Sequence[_Volume], masks: _Masks, place: str | None) -> list[
 
 def _label_of(volume: _Volume, masks: _Masks) -> Path | None:
     """Return the label volume of a volume: that of its own name before those of which an end differs."""
-    name, by_case = volume.name, masks.by_case
+    name = volume.name
+    by_case = masks.by_case
     if masks.beside and name not in by_case:
         name = next((case for case in _cases_of(name) if case in by_case), name)
     candidates = by_case.get(name, [])

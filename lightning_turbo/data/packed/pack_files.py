@@ -150,7 +150,8 @@ def _check_folders(source: Path, target: Path, labels: Labels) -> None:
 def _check_options(kind: str, options: dict[str, Any], labels: Labels) -> None:
     """Refuse options of other kinds of files, and wrong values."""
     expect(labels is not True, "labels", labels, "a folder, the end of names, None or False", TypeError)
-    images, named = kind == "images", None if labels is False else labels
+    images = kind == "images"
+    named = None if labels is False else labels
     refused = ["labels", "modalities"] if images else ["mode"]
     refused += ["classes"] if named and not images else []
     refused += [] if kind == "NIfTI files" else ["spacing"]
@@ -197,7 +198,9 @@ class _Files:
     """The samples of a folder: each read from its files when it is asked for."""
 
     def __init__(self, source: Path, layout: Layout, read: Callable[..., Row]) -> None:
-        self.source, self.layout, self.read = source, layout, read
+        self.source = source
+        self.layout = layout
+        self.read = read
 
     def __len__(self) -> int:
         return len(self.layout.volumes)

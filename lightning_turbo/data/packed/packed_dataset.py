@@ -77,8 +77,10 @@ class PackedDataset(Dataset[Any]):
         check_functions(transform=transform, sample_transform=sample_transform)
         names = keys is None or (isinstance(keys, Iterable) and not isinstance(keys, str))
         expect(names, "keys", keys, "a sequence of names such as ('images', 'labels'), a mapping, or None", TypeError)
-        self.transform, self.sample_transform = transform, sample_transform
-        self._source, self._keys = source, keys
+        self.transform = transform
+        self.sample_transform = sample_transform
+        self._source = source
+        self._keys = keys
         contents, self._template, arrays = open_fields(source, keys)
         self._arrays: dict[str, np.ndarray | Rows] | None = arrays
         self.classes: list[str] = contents.get("classes", [])

@@ -29,7 +29,8 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = ["CONTENTS", "Packing", "Progress", "digest_of", "digest_of_sample", "pack", "stamp_of"]
 
-CONTENTS, JOURNAL = "packed.json", "journal"
+CONTENTS = "packed.json"
+JOURNAL = "journal"
 PLACES = 10_000  # of foreground, kept for each class of a sample
 
 Progress = Callable[[int, int], Any]
@@ -119,8 +120,12 @@ class Packing:
         expect(chunks or isinstance(compress, bool), "compress", compress, what, TypeError)
         if compress:
             require("blosc2", "compress")
-        self.target, self.compress, self.workers = target, compress, num_workers
-        self.skip_broken, self.overwrite, self.progress = skip_broken, overwrite, progress
+        self.target = target
+        self.compress = compress
+        self.workers = num_workers
+        self.skip_broken = skip_broken
+        self.overwrite = overwrite
+        self.progress = progress
         self.exist_ok = exist_ok
         self._check_target()
 
@@ -186,7 +191,8 @@ class Packing:
     def _append_all(self, writer: RowWriter, encoder: _Encoder) -> None:
         """Load and write what is not written yet."""
         # A generator of its own: the loader would draw its seed from the global one, whose numbers are the user's.
-        total, left = len(encoder), range(writer.done, len(encoder))
+        total = len(encoder)
+        left = range(writer.done, len(encoder))
         loader = DataLoader(
             encoder, None, sampler=left, num_workers=self.workers, collate_fn=_same, generator=torch.Generator(),
             worker_init_fn=_end_with_parent,
@@ -232,7 +238,9 @@ class _Encoder(Dataset[Any]):
     """A dataset of the samples of another one, as they are written: their structure, and the rows of their fields."""
 
     def __init__(self, dataset: Any, foreground: str | None, catch: bool) -> None:
-        self.dataset, self.foreground, self.catch = dataset, foreground, catch
+        self.dataset = dataset
+        self.foreground = foreground
+        self.catch = catch
         self.compress: bool | Sequence[int] = False
         self.template: Any = None
 

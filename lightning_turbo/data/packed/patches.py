@@ -97,9 +97,12 @@ class PatchDataset(Dataset[Any]):
         what = "a finite number, a mapping from fields to numbers, or None"
         expect(all(map(is_number, pads)), "pad", pad, what, TypeError)
         check_functions(transform=transform)
-        self.patch, self.per_scan = tuple(map(int, patch)), check_count("per_scan", per_scan)
-        self.foreground, self.transform = _check_shares(foreground), transform
-        self._source, self._keys = source, keys
+        self.patch = tuple(map(int, patch))
+        self.per_scan = check_count("per_scan", per_scan)
+        self.foreground = _check_shares(foreground)
+        self.transform = transform
+        self._source = source
+        self._keys = keys
         self._opened: _Volumes | None = _Volumes(source, keys, len(self.patch))
         # All scans are looked at now: in the middle of an epoch an error would end hours of training.
         self.scans = _rows_of(scans, len(self._opened))
@@ -122,7 +125,8 @@ class PatchDataset(Dataset[Any]):
         return len(self.scans) * self.per_scan
 
     def __getitem__(self, index: int) -> Any:
-        volumes, place = self._volumes, self._draw(index)
+        volumes = self._volumes
+        place = self._draw(index)
         parts = {name: self._read(name, [place])[0] for name in volumes.arrays}
         sample = build(volumes.template, parts)
         return sample if self.transform is None else self.transform(sample)
@@ -144,7 +148,8 @@ class PatchDataset(Dataset[Any]):
         scan = self.scans[range(len(self))[index] // self.per_scan]
         chance, which, where, *free = torch.rand(3 + len(self.patch), dtype=torch.float64).tolist()
         centre = self._volumes.foreground_at(scan, self.foreground, chance, which, where)
-        lengths, start = self._volumes.lengths(scan), []
+        lengths = self._volumes.lengths(scan)
+        start = []
         for axis, (length, size) in enumerate(zip(lengths, self.patch, strict=True)):
             room = length - size
             if room < 0:
@@ -202,7 +207,8 @@ class _Volumes:
     def __init__(self, source: Any, keys: Any, axes: int) -> None:
         paths = isinstance(source, (str, os.PathLike))
         expect(paths, "source", source, "a folder written by pack_folder or pack", TypeError)
-        self._folder, self._axes = Path(source), axes
+        self._folder = Path(source)
+        self._axes = axes
         contents, self.template, self.arrays = open_fields(source, keys)
         self.label = contents.get("foreground")
         self.intensities: Intensities = contents.get("intensities", {})
@@ -235,7 +241,8 @@ class _Volumes:
             file = f"scan {scan}" if files is None else f"{files[scan]!r}"
             lengths = self.lengths(scan)
             for name in self.cut:
-                shape, title = shape_at(self.arrays[name], scan), f"{name} of {file}"
+                shape = shape_at(self.arrays[name], scan)
+                title = f"{name} of {file}"
                 what = f"{self._axes} axes, or channels and {self._axes} axes"
                 expect(self._axes <= len(shape) <= self._axes + 1, title, shape, what)
                 expect(shape[-self._axes :] == lengths, title, shape, f"the shape {lengths} of {self.cut[0]}")

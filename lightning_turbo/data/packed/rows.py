@@ -64,7 +64,8 @@ class RowWriter:
     """
 
     def __init__(self, folder: Path, journal: Any) -> None:
-        self.folder, self._journal = folder, journal
+        self.folder = folder
+        self._journal = journal
         self._closing = contextlib.ExitStack()
         self._files: dict[str, tuple[Any, Any]] = {}
         journal.seek(0)
@@ -72,7 +73,8 @@ class RowWriter:
         whole = [line for line in lines if line.endswith("\n")]
         journal.truncate(journal.tell() - sum(map(len, lines[len(whole) :])))
         self.broken: dict[int, str] = {n: json.loads(line) for n, line in enumerate(whole) if line != "\n"}
-        self.done, self.count = len(whole), len(whole) - len(self.broken)
+        self.done = len(whole)
+        self.count = len(whole) - len(self.broken)
         for path in folder.glob("*.rows"):
             self._open(path.stem)
 
@@ -169,7 +171,8 @@ class Rows:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.index = path, np.load(path.with_suffix(".index"))
+        self.path = path
+        self.index = np.load(path.with_suffix(".index"))
         self.bytes = np.load(path, mmap_mode="r")
         _, firsts = np.unique(self.index[:, 2], return_index=True)
         kinds = [_kind_and_shape(self.index[first])[0] for first in firsts]

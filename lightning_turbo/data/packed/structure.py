@@ -78,7 +78,8 @@ class WholeBatch(list[Any]):
     def split(cls, batch: Any, rows: int) -> WholeBatch:
         """Return the samples of a batch of so many rows."""
         samples = cls(split_batch(batch, rows))
-        samples._batch, samples._parts = batch, [_parts_of(sample) for sample in samples]
+        samples._batch = batch
+        samples._parts = [_parts_of(sample) for sample in samples]
         return samples
 
     @classmethod

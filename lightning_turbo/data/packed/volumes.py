@@ -111,7 +111,8 @@ def warn_of_two_affines(paths: Sequence[Path]) -> None:
 def _load(path: Path) -> tuple[np.ndarray, Any]:
     """Return a volume, channels first, and the affine of a NIfTI file."""
     if path.suffix.lower() == ".npy":
-        volume, affine = np.load(path), None
+        volume = np.load(path)
+        affine = None
     else:
         file = _open_nifti(path)
         volume = np.asanyarray(file.dataobj)
@@ -145,7 +146,8 @@ def _open_nifti(path: Path) -> Any:
 def _load_beside(path: Path, volume: np.ndarray, affine: Any, axes: slice = slice(None)) -> np.ndarray:
     """Return a volume of the shape of another one, at the same place."""
     other, its_affine = _load(path)
-    name, shape = f"volume {str(path)!r}", volume.shape[axes]
+    name = f"volume {str(path)!r}"
+    shape = volume.shape[axes]
     if other.shape != shape and len(other.shape) > len(shape):
         # An .npy file of a label volume may have a channel axis, as its volume has.
         other = other.reshape(other.shape[-len(shape) :]) if other.size == np.prod(shape) else other
