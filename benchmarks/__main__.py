@@ -18,7 +18,7 @@ from lightning_turbo.measure import markdown_table, print_lines, write_json
 
 __all__ = ["main", "run"]
 
-PROGRAMS = ("gain", "networks", "resume", "stops")  # modules with a command line of their own
+PROGRAMS = ("charts", "networks", "resume", "stops")  # modules with a command line of their own
 DESCRIPTION = """Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes
 results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured."""
 
@@ -28,7 +28,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
-        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks gain|networks|resume|stops --help",
+        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks charts|networks|resume|stops --help",
     )
     add = parser.add_argument
     add("suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -219,8 +220,15 @@ def _settings(results: Row) -> list[str]:
     return [*lines, "", "</details>"]
 
 
+def _factor(quotient: float, quantity: str) -> str:
+    """A ratio in words: how many times as fast, or smaller."""
+    better, worse = ("as fast", "as long") if quantity == "seconds" else ("smaller", "larger")
+    factor, said = (quotient, worse) if quotient >= 1 else (1 / quotient if quotient else math.inf, better)
+    return "" if f"{factor:.2f}" == "1.00" else f"{factor:.2g} times {said}"
+
+
 def draw_suite(suite: Row, path: Path, where: str) -> bool:
-    """Draw the cases of a suite as bars and write the picture.
+    """Draw the first cases of a suite that share a baseline as bars, and write the picture.
 
     Args:
         suite: One of the ``suites`` of the results.
@@ -239,12 +247,18 @@ def draw_suite(suite: Row, path: Path, where: str) -> bool:
     def bar(row: Row, value: Summary) -> Bar:
         quotient = ratio(row, known[row["base"]], quantity) if row["base"] in known else None
         middle, low, high = (number / scale for number in (value.median, value.low, value.high))
-        text = three_digits(middle) + (f"  ({quotient.median:.2f}x)" if quotient else "")
+        said = _factor(quotient.median, quantity) if quotient else ""
+        text = ", ".join(filter(None, (three_digits(middle), said)))
         kind = "baseline" if row["case"] == row["base"] else row["kind"]
         return Bar(name=row["case"], value=middle, low=low, high=high, text=text, kind=KINDS[kind])
 
     measured = [(row, figure(row, quantity)) for row in known.values() if row["status"] != "failed"]
-    bars = [bar(row, value) for row, value in measured if value is not None]
+    groups: dict[str, list[Bar]] = {}
+    for row, value in measured:
+        if value is not None:
+            groups.setdefault(row["base"], []).append(bar(row, value))
+    # One message: the first cases that share a baseline. The others may be of another quantity; the tables have all.
+    bars = next((group for group in groups.values() if len(group) > 1), next(iter(groups.values()), []))
     if bars:
         colours = {KINDS[kind]: colour for kind, colour in COLOURS.items()}
         draw_bars(bars, path, title=f"{suite['suite']}: {suite['about']}\n{where}", label=label, colours=colours)

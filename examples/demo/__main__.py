@@ -62,9 +62,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     picture = Figure(figsize=(10, 6), layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.subplots(2, 2).flat
-    ours, other = "#00a37a", "#8b949e"
+    ours, other = "#0f766e", "#94a3b8"
     panels = (
-        (f"Patches of scans a second: {found['factor']:,.0f} times as many", "reads each scan", rates["plain"],
+        (f"Patches of scans a second: {found['factor']:,.0f} times as many", "a dataset that\nreads each scan", rates["plain"],
          "PatchDataset", rates["ours"], "{:,.0f}"),
         (f"Samples seen twice or never after two stops, of {stopped['samples']}", "stock Lightning",
          stopped["stock"]["twice"] + stopped["stock"]["never"], "ExactResume",
@@ -83,10 +83,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for level, row in results["levels"].items():
         losses = torch.tensor(row["losses"]).unfold(0, min(15, len(row["losses"])), 1).mean(1)
         axis.plot(losses, label=f"{level}  {row['accuracy']:.1%}", linewidth=1.2)
-    axis.set_title("An apex loop, one import changed: loss and accuracy", fontsize=10, loc="left")
-    axis.set_xlabel("step")
+    axis.set_title("An apex loop with one import changed", fontsize=10, loc="left")
+    axis.set(xlabel="step", ylabel="loss")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, title="accuracy")
     picture.savefig(path, dpi=140)
 
 

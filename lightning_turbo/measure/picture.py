@@ -74,10 +74,12 @@ def draw_bars(
     axes.set_xlim(0, 1.18 * max(bar.high for bar in bars))
     axes.set_xlabel(label)
     # Between dollars, as of a command, matplotlib expects mathematics; parse_math=False does not hold where it wraps.
-    axes.set_title(title.replace("$", r"\$"), fontsize=9, loc="left", wrap=True)
+    # It begins at the picture's left edge, so that a long one has room.
+    picture.suptitle(title.replace("$", r"\$"), fontsize=10, x=0.01, ha="left", wrap=True)
     axes.spines[["top", "right"]].set_visible(False)
     used = {bar.kind for bar in bars}
     handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]
-    picture.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower right", ncols=len(handles))
+    if len(handles) > 1 or curves:
+        picture.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower right", ncols=len(handles))
     with whole_file(path) as part:
         picture.savefig(part, dpi=140, format="png")

@@ -1,0 +1,226 @@
+"""``python -m benchmarks charts``: draws the pictures of the stored pages anew, from the tables that the pages hold.
+
+A chart has one message, its title, which is the text of the picture in the page too. Its factor is that of the page's
+own words and tables; the bars bear the values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.report import COLOURS, KINDS
+from benchmarks.suite import BenchError
+from lightning_turbo.measure import Bar, draw_bars, print_lines, three_digits
+
+__all__ = ["CHARTS", "Chart", "main", "read_bars"]
+
+PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
+# Unit of a column -> the next larger one, in which a thousand or more are shown.
+LARGER = {"us": "ms", "ms": "s"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture of a stored page.
+
+    Args:
+        page: The page, without its ending.
+        bars: The first cell of each row, with the name that the picture gives it, or "" for that cell.
+        ours: The rows among them that show this package.
+        peers: The rows that show other libraries than PyTorch and Lightning.
+        column: Of the tables; the values that are drawn.
+        label: Of the axis; the column's name by default.
+        part: What the picture's file adds to the page's name, where a page has several.
+    """
+
+    page: str
+    bars: dict[str, str]
+    ours: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    column: str = "ms a step"
+    label: str = ""
+    part: str = ""
+
+    @property
+    def picture(self) -> str:
+        """The name of its file."""
+        return f"{self.page}{self.part}.png"
+
+
+def _same(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "")
+
+
+def _prefetch(page: str) -> Chart:
+    load = "free step, even compute load x1, 0 workers: "
+    names = "bound", "DataLoader", "BackgroundGenerator", "PrefetchLoader"
+    told = "the longer of step and load alone", "DataLoader", "prefetch_generator's thread", "PrefetchLoader"
+    bars = {load + name: said for name, said in zip(names, told, strict=True)}
+    return Chart(page, bars, (f"{load}PrefetchLoader",), (f"{load}BackgroundGenerator",))
+
+
+def _activations(page: str) -> Chart:
+    levels = {f"activations: {name}": name for name in ("Lightning 32-true", "Lightning bf16-mixed", "O1", "O2", "O3")}
+    return Chart(page, levels, tuple(levels)[2:], column="step peak, MiB")
+
+
+def _photographs(page: str, column: str, *names: str) -> Chart:
+    ours = tuple(name for name in names if name.startswith(("DALILoader", "PrefetchLoader")))
+    peers = tuple(name for name in names if not name.startswith(("DALILoader", "PrefetchLoader", "DataLoader")))
+    return Chart(page, {name: name.replace(" with Pillow", "") for name in names}, ours, peers, column)
+
+
+ZERO, TWO = "DataLoader with Pillow, 0 workers", "DataLoader with Pillow, 2 workers"
+THREADS = "PrefetchLoader with Pillow, 2 threads"
+NODES = "torchdata's nodes with Pillow, 2 threads"
+KINDS_OF_TRANSFORMS = (
+    *(f"2D, {name}" for name in ("affine", "blur", "contrast", "gamma", "low resolution", "noise", "crop")),
+    *(f"3D, {name}" for name in ("affine", "blur", "contrast", "gamma", "low resolution", "noise", "crop")),
+)
+TRANSFORMS = {f"{kind}: BatchAugmentation": kind for kind in KINDS_OF_TRANSFORMS}
+COMPILED = {f"strategy turbo, {name}": name for name in ("toy", "digits", "volumes")}
+ABLATION = _same("plain", "+ channels last", "+ prefetch", "+ O1", "+ O2", "all")
+CHOSEN = "chosen: `prefetch-threads` + `bf16-mixed`"
+MONAI, QUEUE = ("MONAI's PersistentDataset", "MONAI's CacheDataset"), "TorchIO's Queue"
+BATCHED = ("LengthBatchSampler(batch_size=)", "LengthBatchSampler(max_cost=)")
+SAVES = ("AtomicCheckpointIO", "AtomicCheckpointIO(background=True)")
+SMALL = {
+    f"small tensors: {name}": name
+    for name in ("DataLoader", "PrefetchLoader", "torchdata's StatefulDataLoader", "SPDL's iterate_in_subprocess")
+}
+STARTS = {
+    "forkserver: DataLoader": "DataLoader", "forkserver: PrefetchLoader": "PrefetchLoader",
+    "forkserver: torchdata's StatefulDataLoader": "torchdata's StatefulDataLoader",
+    "forkserver: DataLoader, persistent_workers": "DataLoader, persistent workers",
+}  # fmt: skip
+GROUPS = {
+    "SGD, fused, 465 groups": "SGD, 465 groups", "SGD, fused, merged": "SGD, 28 groups",
+    "AdamW, fused, 465 groups": "AdamW, 465 groups", "AdamW, fused, merged": "AdamW, 28 groups",
+}  # fmt: skip
+LEVELS = ("O0", "O1, bf16", "O2, bf16", "O3, bf16")
+TOY = {"plain loop": "", "Lightning": "", "strategy turbo, lean": ""}
+VERSIONS = _same("plain loop", "Lightning 2.5.6", "Lightning 2.6.1", "Lightning 2.6.6")
+CHARTS = (
+    Chart("ablation_cpu-epyc-avx2_2026-11", ABLATION, ("+ prefetch", "+ O1", "+ O2", "all"), column="s an epoch"),
+    Chart("ablation_cpu-epyc-avx512_2026-11", ABLATION, ("+ prefetch", "+ O1", "+ O2", "all"), column="s an epoch"),
+    Chart("augment_cpu-xeon-avx512_2026-11", {"MONAI, sample by sample": "", "BatchAugmentation": "the batch at once"},
+          ("BatchAugmentation",), ("MONAI, sample by sample",), "ms a batch"),
+    Chart("compiled_cpu-epyc-avx512_2026-11", COMPILED, tuple(COMPILED), column="time / baseline",
+          label="time of a step / that of a plain loop"),
+    _photographs("dali_cpu-epyc-avx512_2026-11", "ms a batch", ZERO, TWO, THREADS, NODES, "DALILoader",
+                 "DALILoader, dynamic mode"),
+    Chart("groups_cpu-epyc-avx512_2026-11", GROUPS, ("SGD, fused, merged", "AdamW, fused, merged")),
+    Chart("lengths_cpu-epyc-avx512_2026-11", {"shuffled": "", "sorted within chunks": "", **_same(*BATCHED)}, BATCHED,
+          column="s a epoch", label="s an epoch"),
+    Chart("lightning-versions_cpu-epyc-avx512_2026-11", VERSIONS, column="us a step"),
+    _photographs("loaders_cpu-epyc-avx2_2026-11", "ms a batch", ZERO, TWO, "DALILoader"),
+    _photographs("loaders_cpu-epyc-avx512_2026-11", "us a batch", ZERO, TWO, THREADS, NODES, "DALILoader"),
+    _photographs("loaders_cpu-xeon-avx512_2026-11", "ms a batch", ZERO, THREADS, NODES,
+                 "MONAI's ThreadDataLoader with Pillow, 2 threads"),
+    Chart("loading_cpu-epyc-avx512_2026-11", SMALL, ("small tensors: PrefetchLoader",), tuple(SMALL)[2:], "us a batch"),
+    _activations("memory_cpu-epyc-avx2_2026-11"),
+    _activations("memory_cpu-epyc-avx512_2026-11"),
+    Chart("overhead_cpu-epyc-avx2_2026-11", TOY, ("strategy turbo, lean",), column="us a step"),
+    Chart("overhead_cpu-epyc-avx512_2026-11", TOY, ("strategy turbo, lean",), column="us a step"),
+    Chart("overhead_cpu-xeon-avx512_2026-11", _same("Lightning, bf16-mixed", "ApexAMP O1", "ApexAMP O2"),
+          ("ApexAMP O1", "ApexAMP O2"), column="us a step"),
+    Chart("patches_cpu-xeon-avx512_2026-11", _same(QUEUE, *MONAI, "PatchDataset, compressed", "PatchDataset"),
+          ("PatchDataset", "PatchDataset, compressed"), (QUEUE, *MONAI), "us a batch"),
+    Chart("peers_cpu-epyc-avx2_2026-11", _same("Lightning bf16-mixed", "Accelerate bf16", "O1, bf16"), ("O1, bf16",),
+          ("Accelerate bf16",), part="-bf16"),
+    Chart("peers_cpu-epyc-avx2_2026-11", _same("PyTorch float32", "Composer fp32", "O0"), ("O0",), ("Composer fp32",),
+          part="-fp32"),
+    replace(
+        _photographs("peers_cpu-epyc-avx2_2026-11", "ms a batch", ZERO, TWO, NODES,
+                     "timm's PrefetchLoader with Pillow, 2 workers"), part="-loaders",
+    ),
+    Chart("precision_cpu-epyc-avx512_2026-11", _same("Lightning 32-true", "Lightning bf16-mixed", *LEVELS), LEVELS),
+    Chart("precision_cpu-xeon-avx512_2026-11",
+          _same("Lightning 32-true", "Lightning bf16-mixed", "O1, bf16", "O2, bf16"), LEVELS),
+    _prefetch("prefetch_cpu-epyc-avx2_2026-11"),
+    _prefetch("prefetch_cpu-epyc-avx512_2026-11"),
+    Chart("saves_cpu-xeon-avx512_2026-11",
+          _same("no checkpoints", "Lightning's TorchCheckpointIO", "Lightning's AsyncCheckpointIO", *SAVES), SAVES,
+          column="longest of ten ms", label="ms of the longest of ten steps"),
+    Chart("starts_cpu-epyc-avx512_2026-11", STARTS, ("forkserver: PrefetchLoader",),
+          ("forkserver: torchdata's StatefulDataLoader",), "ms a epoch", "ms to the first batch of a later epoch"),
+    Chart("transforms_cpu-epyc-avx512_2026-11", TRANSFORMS, tuple(TRANSFORMS), column="time / baseline",
+          label="time / MONAI's"),
+    Chart("tune_cpu-xeon-avx512_2026-11",
+          {"stock Lightning": "", "`prefetch-threads`": "prefetch-threads alone", CHOSEN: "chosen by tune: both"},
+          ("`prefetch-threads`", CHOSEN), column="Step, ms", label="ms a step"),
+)  # fmt: skip
+
+
+def title_of(chart: Chart) -> str:
+    """Return the message of a chart: the text of its picture in the page."""
+    page = PAGES / f"{chart.page}.md"
+    found = re.search(rf"!\[([^\]]+)\]\({re.escape(chart.picture)}\)", page.read_text(encoding="utf-8"))
+    if not found:
+        raise BenchError(f"expected ![its message]({chart.picture}) in {str(page)!r}, got none. Add it.")
+    return found[1]
+
+
+def read_bars(chart: Chart, text: str) -> list[tuple[str, float, float, float]]:
+    """Return row, value and the ends of its spread for each bar, from the tables of a page.
+
+    Args:
+        chart: What to look for.
+        text: Of the page.
+
+    Raises:
+        BenchError: If no table of the page has one of the rows with a value in the chart's column.
+    """
+    found: dict[str, tuple[float, float, float]] = {}
+    columns: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        columns = columns if cells and columns else cells
+        if chart.column not in columns or len(cells) <= columns.index(chart.column):
+            continue
+        numbers = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", cells[columns.index(chart.column)])]
+        if cells[0] in chart.bars and numbers:
+            middle, low, high = numbers if len(numbers) == 3 else numbers[:1] * 3
+            found.setdefault(cells[0], (middle, low, high))
+    if lacking := [name for name in chart.bars if name not in found]:
+        raise BenchError(
+            f"{chart.picture}: expected rows with {chart.column!r}, got none for {lacking}. Look at the page."
+        )
+    return [(name, *found[name]) for name in chart.bars]
+
+
+def draw(chart: Chart, folder: Path) -> Path:
+    """Draw one chart into a folder, and return the file."""
+    rows = read_bars(chart, (PAGES / f"{chart.page}.md").read_text(encoding="utf-8"))
+    label, unit, scale = chart.label or chart.column, (chart.label or chart.column).partition(" ")[0], 1.0
+    if unit in LARGER and min(value for _, value, *_ in rows) >= 1000:
+        label, scale = label.replace(unit, LARGER[unit], 1), 1000.0
+    kinds = dict.fromkeys(chart.ours, "ours") | dict.fromkeys(chart.peers, "peer")
+    bars = [
+        Bar(
+            name=chart.bars[name] or name, value=value / scale, low=low / scale, high=high / scale,
+            text=three_digits(value / scale), kind=KINDS[kinds.get(name, "torch")],
+        )
+        for name, value, low, high in rows
+    ]  # fmt: skip
+    colours = {KINDS[kind]: colour for kind, colour in COLOURS.items()}
+    path = folder / chart.picture
+    draw_bars(bars, path, title=title_of(chart), label=label, colours=colours)
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the pictures of the stored pages from the tables that they hold."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks charts", description=main.__doc__)
+    parser.add_argument("pages", nargs="*", help="beginnings of their names (default: all)")
+    parser.add_argument("--out", type=Path, default=PAGES, help="folder (default: beside the pages)")
+    asked = parser.parse_args(argv)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for chart in CHARTS:
+        if not asked.pages or chart.page.startswith(tuple(asked.pages)):
+            print_lines(str(draw(chart, asked.out)))
+    return 0
