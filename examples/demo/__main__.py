@@ -64,8 +64,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes = picture.subplots(2, 2).flat
     ours, other = "#0f766e", "#94a3b8"
     panels = (
-        (f"Patches of scans a second: {found['factor']:,.0f} times as many", "a dataset that\nreads each scan", rates["plain"],
-         "PatchDataset", rates["ours"], "{:,.0f}"),
+        (f"Patches of scans a second: {found['factor']:,.0f} times as many", "a dataset that\nreads each scan",
+         rates["plain"], "PatchDataset", rates["ours"], "{:,.0f}"),
         (f"Samples seen twice or never after two stops, of {stopped['samples']}", "stock Lightning",
          stopped["stock"]["twice"] + stopped["stock"]["never"], "ExactResume",
          stopped["ours"]["twice"] + stopped["ours"]["never"], "{:.0f}"),
