@@ -79,7 +79,6 @@ def draw_bars(
     axes.spines[["top", "right"]].set_visible(False)
     used = {bar.kind for bar in bars}
     handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]
-    if len(handles) > 1 or curves:
-        picture.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower right", ncols=len(handles))
+    picture.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower right", ncols=len(handles))
     with whole_file(path) as part:
         picture.savefig(part, dpi=140, format="png")
