@@ -1,4 +1,4 @@
-"""``python -m benchmarks charts``: draws the pictures of the stored pages anew, from the tables that the pages hold.
+"""``python -m benchmarks charts``: draws the pictures of the stored pages again, from the tables that the pages hold.
 
 A chart has one message, its title, which is the text of the picture in the page too. Its factor is that of the page's
 own words and tables; the bars bear the values.
