@@ -18,17 +18,18 @@ from lightning_turbo.measure import markdown_table, print_lines, write_json
 
 __all__ = ["main", "run"]
 
-PROGRAMS = ("charts", "networks", "resume", "stops")  # modules with a command line of their own
+PROGRAMS = ("answers", "charts", "networks", "public", "resume", "stops")  # modules with a command line of their own
 DESCRIPTION = """Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes
 results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
+    programs = "|".join(PROGRAMS)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,
-        usage="python -m benchmarks [SUITE] [options]\n       python -m benchmarks charts|networks|resume|stops --help",
+        usage=f"python -m benchmarks [SUITE] [options]\n       python -m benchmarks {programs} --help",
     )
     add = parser.add_argument
     add("suite", nargs="?", default="all", metavar="SUITE", help=f"{', '.join(SUITES)}, or all (default)")

@@ -56,15 +56,16 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     # Removed at the end, whatever the processes have left in it.
     with tempfile.TemporaryDirectory(prefix="lightning-turbo-", ignore_cleanup_errors=True) as scratch:
         load = OtherLoad()
-        with interrupt.caught(), Progress(interrupt.deadline) as progress:
-            table = {each.name: each for each in candidates}
-            runner = ScriptRunner(settings, table, interrupt, progress, Path(scratch))
+        progress, table = Progress(interrupt.deadline), {each.name: each for each in candidates}
+        runner = ScriptRunner(settings, table, interrupt, progress, Path(scratch))
+        with interrupt.caught(), progress, runner:
             if settings.batch_size:
                 _tune_batch_size(runner, settings.out, stream)
                 return 130 if interrupt.pressed else 0
             search = Search(candidates, runner, same_maths=settings.same_maths)
             search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
             _run(search, state, kept, origin)
+        # What the processes took is known when all that started them have ended.
         results = make_results(search, settings.command, load.cores())
         paths = write_results(search, results, settings.out)
         if settings.confirm and search.chosen.names and search.facts is not None and not interrupt.pressed:
@@ -95,7 +96,8 @@ def _run(search: Search, state: Mapping[str, Any] | None, kept: Path, origin: Ma
 def _train_epochs(runner: ScriptRunner, search: Search, facts: Facts, interrupt: Interrupt) -> dict[str, Any]:
     """Return what whole epochs say of what is chosen, and that in words."""
     seconds = (facts.epoch_ms or 0.0) / 1e3
-    epochs = compare_epochs(train_epochs(runner, search.chosen, seconds, interrupt), search.final)
+    with runner:
+        epochs = compare_epochs(train_epochs(runner, search.chosen, seconds, interrupt), search.final)
     return {**epochs, "sentence": describe_epochs(epochs)}
 
 

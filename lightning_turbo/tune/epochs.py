@@ -15,7 +15,7 @@ from lightning_turbo.tune.runner import ScriptRunner
 __all__ = ["compare_epochs", "describe_epochs", "train_epochs"]
 
 
-PAIRS = 5  # of epochs, at most
+PAIRS = 10  # of epochs, at most
 ENOUGH = 100.0  # seconds of pairs after which none is begun; one is trained however long it takes
 
 
@@ -84,7 +84,7 @@ def compare_epochs(found: Mapping[str, Any], promise: Comparison) -> dict[str, A
     Returns:
         ``found``, and unless an epoch is missing ``"share"`` of the training steps without the recommendation,
         ``"factor"`` (how many times as fast the epoch was, the mean of the pairs), ``"interval"`` (its 95 % interval,
-        or ``None`` of one pair) and ``"expected"``, the interval of the promise.
+        or ``None`` of one pair), ``"promised"`` and ``"expected"``: the factor of the promise, and its interval.
     """
     if "error" in found:
         return dict(found)
@@ -96,6 +96,7 @@ def compare_epochs(found: Mapping[str, Any], promise: Comparison) -> dict[str, A
         "share": before["steps_seconds"] / before["seconds"],
         "factor": math.exp(statistics.fmean(logs)),
         "interval": interval_of(logs),
+        "promised": 1 / promise.ratio,
         "expected": [low, high],
     }
 
@@ -110,12 +111,12 @@ def describe_epochs(epochs: Mapping[str, Any]) -> str:
         for name, value in before["metrics"].items()
         if (other := after["metrics"].get(name)) is not None and value is not None
     ]
-    low, high = epochs["expected"]
+    promised, (low, high) = epochs["promised"], epochs["expected"]
     measured = epochs["interval"]
     between = f" ({measured[0]:.2f} to {measured[1]:.2f} in {len(epochs['factors'])} pairs)" if measured else ""
     return (
         f"A whole epoch, validated to its end, took {three_digits(before['seconds'])} s without and "
         f"{three_digits(after['seconds'])} s with it: {epochs['factor']:.2f} times as fast{between}; promised were "
-        f"{low:.2f} to {high:.2f}. Training steps were {100 * epochs['share']:.0f} % of it. "
+        f"{promised:.2f} ({low:.2f} to {high:.2f}). Training steps were {100 * epochs['share']:.0f} % of it. "
         f"Logged, without and with: {', '.join(metrics) or 'nothing'}."
     )

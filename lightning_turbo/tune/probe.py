@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 import lightning_turbo
-from lightning_turbo._lightning import Callback, DDPStrategy, MixedPrecision, TorchElasticEnvironment, Trainer
+from lightning_turbo._lightning import (
+    Callback,
+    DDPStrategy,
+    MixedPrecision,
+    TorchElasticEnvironment,
+    Trainer,
+    bound_name,
+)
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import combined_loader, replace_strategy
 from lightning_turbo.doctor.ending import end_program
@@ -134,6 +141,7 @@ class Probe(Callback):
         self.wait(trainer)
         Endless(trainer)
         self.facts = describe(trainer, pl_module)
+        self.numbers["lightning"] = bound_name()
         self.numbers["batches"] = describe_batches(trainer)
         if self.mode == "loader":
             loader = combined_loader(trainer)

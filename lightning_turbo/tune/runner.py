@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import statistics
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import CAN_HOLD, Interrupt, Process, Progress, Turns, new_row
 from lightning_turbo.tune.candidates import Candidate, combine
 from lightning_turbo.tune.evidence import Case
+from lightning_turbo.tune.fork_server import CAN_FORK, ForkServer
 
 __all__ = ["ScriptRunner", "TuneSettings"]
 
+WORKER = "lightning_turbo.tune.worker"
 ROUNDS = 4  # of each process
 ROUND_SECONDS = 0.2
 MOST_STEPS = 500  # of a round
@@ -70,7 +74,10 @@ class TuneSettings:
 
 
 class ScriptRunner:
-    """Measures cases of a script: each in a fresh process, in turns.
+    """Measures cases of a script: each in a process of its own, in turns.
+
+    The first process is a fresh one, and those behind it are copies of one that has imported torch and Lightning, where
+    that can be. ``run_tune`` makes a runner and leaves its ``with`` block, which ends what starts the copies.
 
     Args:
         settings: Names the script.
@@ -98,6 +105,16 @@ class ScriptRunner:
         self.warmup = 3
         self._numbers = itertools.count()
         self._took: list[float] = []
+        self._lightning = ""  # which copy of Lightning is imported in processes that start as copies; none before
+        self._servers: dict[str, ForkServer] = {}  # by the environment of its copies
+
+    def __enter__(self) -> ScriptRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End what has started the processes."""
+        while self._servers:
+            self._servers.popitem()[1].close()
 
     @property
     def left(self) -> float:
@@ -122,7 +139,26 @@ class ScriptRunner:
         turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS, border=True)
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
+        self._look_for_copy(rows.values())
         return {case: rows[name] for name, case in by_name.items()}
+
+    def _look_for_copy(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Have the processes to come start as copies, if one that was measured says that it ran on a CPU alone.
+
+        A device that was looked at before a fork cannot be used behind it. Ranks start one another.
+        """
+        for numbers in [row["numbers"] for row in rows if row["status"] == "ok"]:
+            if CAN_FORK and self.settings.ranks == 1 and numbers["facts"]["device"] == "cpu":
+                self._lightning = numbers["lightning"]
+
+    def _copy(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], **options: Any) -> Any:
+        """Start a process as ``subprocess.Popen`` does, as a copy of one with the same environment."""
+        key = json.dumps(env, sort_keys=True)
+        if key not in self._servers:
+            log = self.settings.out.absolute() / "logs" / f"imports {len(self._servers)}.log"
+            modules = [WORKER, self._lightning]
+            self._servers[key] = ForkServer(modules, log=log, folder=cwd, environment=env)
+        return self._servers[key].popen(command, **options)
 
     def spawn(self, case: Case) -> Process:
         """Start the process of a case."""
@@ -144,9 +180,10 @@ class ScriptRunner:
             "warmup": self.warmup,
         }
         return Process(
-            ["-m", "lightning_turbo.tune.worker"],
+            ["-m", WORKER],
             task,
             log=self.settings.out.absolute() / "logs" / f"{number:03d} {case}.log",
             folder=Path.cwd(),
             environment={**hidden, **put_together.environment, "WANDB_MODE": "disabled"},
+            popen=self._copy if self._lightning else subprocess.Popen,
         )

@@ -17,7 +17,7 @@ __all__ = ["Runner", "Search", "Trial"]
 
 GROUP = 4  # cases that are alive beside the one that they are compared with
 ELIMINATION = 4  # processes of each comparison with one setting left out
-FINAL = 6  # processes of each side of the last comparison
+FINAL = 10  # processes of each side of the last comparison
 FEWEST = 4  # of them, where the time is short
 
 LATE = "the time that was left was needed to confirm a gain"
@@ -216,7 +216,7 @@ class Search:
         return self._case(kept)
 
     def confirm(self, case: Case) -> None:
-        """Compare a case with the script as it is in six processes each or four, and choose it if it gains."""
+        """Compare a case with the script as it is in ten processes each, or fewer, and choose it if it gains."""
         if case == DEFAULT:
             self.verdict = self._nothing()
             return

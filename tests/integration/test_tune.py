@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from examples.tune.answers import ANSWERS, Answer
+from benchmarks.answers import ANSWERS, Answer
 from lightning_turbo import GradToNone
 from lightning_turbo.cli import main
 from lightning_turbo.measure import Channel, Interrupt, Meter, Progress, SkippedError, serve

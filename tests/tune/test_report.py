@@ -13,7 +13,7 @@ from lightning_turbo.tune.candidates import Facts, list_candidates, select
 from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
 from lightning_turbo.tune.evidence import Case, Comparison
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
-from lightning_turbo.tune.search import Search
+from lightning_turbo.tune.search import FINAL, Search
 
 
 class Still:
@@ -57,10 +57,12 @@ def test_whole_epochs_are_told_beside_what_was_to_be_expected():
     compared = compare_epochs(EPOCHS, Comparison([math.log(0.4), math.log(0.6)]))
     text = describe_epochs(compared)
     assert "10.0 s without and 6.00 s with it: 1.67 times as fast" in text
-    low, high = map(float, re.search(r"promised were (\S+) to (\S+)\. Training steps were 80 % of it", text).groups())
+    said = re.search(r"promised were (\S+) \((\S+) to (\S+)\)\. Training steps were 80 % of it", text)
+    promised, low, high = map(float, said.groups())
+    assert compared["promised"] == pytest.approx(promised, abs=0.005) == pytest.approx(1 / 0.49, abs=0.01)
     assert compared["expected"] == pytest.approx([low, high], abs=0.005)
     assert (compared["share"], compared["factor"]) == (0.8, pytest.approx(10.0 / 6.0))
-    assert low < 1 / 0.49 < high
+    assert low < promised < high
     assert "val_loss 0.3125 and 0.3" in text
     results = make_results(search({"O1": 0.5}, "O1"), ["python", "train.py"])
     assert as_text({**results, "epochs": {"sentence": text}}).split("\n\n")[2] == text
@@ -89,7 +91,8 @@ class Epochs:
         pass
 
 
-def test_short_epochs_are_trained_in_several_pairs():
+def test_short_epochs_are_trained_in_several_pairs(monkeypatch):
+    monkeypatch.setattr(epochs, "PAIRS", 5)
     runner = Epochs(4.0, 2.0, 1.0, 5.0, 6.0, 2.0, 2.0, 8.0, 6.0, 3.0)
     found = train_epochs(runner, Case(("O1",)), 1.0, Interrupt())
     assert runner.order == ["without", "with", "with", "without"] * 2 + ["without", "with"]
@@ -139,7 +142,9 @@ def test_the_files_hold_what_was_found(tmp_path):
     assert json.loads(paths[0].read_text()) == results
     assert results["default"]["step_ms"] == 4.0
     assert set(results["default"]["processes_ms"]) == {4.0}
-    assert results["chosen"]["processes_ms"] == pytest.approx([1.6] * 10), "of the elimination and the last comparison"
+    assert results["chosen"]["processes_ms"] == pytest.approx([1.6] * (4 + FINAL)), (
+        "of the elimination and the last comparison"
+    )
     assert results["headroom"]["waiting_ms"] == pytest.approx(1.0)
     rows = {row["name"]: row for row in results["candidates"]}
     assert rows["fused"]["ratio"] == pytest.approx(0.8)

@@ -1,6 +1,6 @@
-"""``python -m examples.tune.offline SCRIPT [ARGUMENT ...]``: run a script as on a machine without network.
+"""``python -m benchmarks.offline SCRIPT [ARGUMENT ...]``: run a script as on a machine without network.
 
-What it downloads is "not found", and the files of CIFAR-10 that ``examples.tune.public`` makes count as whole:
+What it downloads is "not found", and the files of CIFAR-10 that ``benchmarks.public`` makes count as whole:
 torchvision compares their digests with those of the real ones.
 """
 
@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 
 def refuse(url: str, *args: object, **kwargs: object) -> NoReturn:
     """Stand for ``urlretrieve`` where no file is found."""
-    raise HTTPError(url, 404, "examples.tune.offline downloads nothing", Message(), None)
+    raise HTTPError(url, 404, "benchmarks.offline downloads nothing", Message(), None)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``python -m examples.tune.answers``: tune the scripts of this folder, and say which answers were found.
+"""``python -m benchmarks answers``: tune the scripts of ``examples/tune``, and say which answers were found.
 
 Each script was made so that its answer is known. The table goes to standard output; the exit status is 1 if a run does
 not find what helps, recommends what does not, or tries what it should not. ``--runs`` repeats it.
@@ -23,6 +23,7 @@ from lightning_turbo.measure import computes_in_bfloat16, describe_machine, mark
 from lightning_turbo.tune.command import run_tune
 from lightning_turbo.tune.runner import TuneSettings
 
+SCRIPTS = Path(__file__).parents[1] / "examples" / "tune"
 LOADERS = ("prefetch*", "workers-*")
 PRECISION = ("bf16-mixed", "O1", "O2")
 
@@ -70,7 +71,7 @@ ANSWERS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, tune, and return 1 where an answer was not found."""
-    parser = argparse.ArgumentParser(prog="python -m examples.tune.answers", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks answers", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="of each run (default: 2)")
     parser.add_argument("--runs", type=int, default=1, help="of each script (default: 1)")
     parser.add_argument("--page", type=Path, help="write the table to this file, too")
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, missed = [], 0
     for name in (name for name in asked.only for _ in range(asked.runs)):
         with tempfile.TemporaryDirectory() as folder:
-            script = Path(__file__).with_name(f"{name}.py")
+            script = SCRIPTS / f"{name}.py"
             settings = TuneSettings(program=str(script), minutes=asked.minutes, out=Path(folder))
             if run_tune(settings, io.StringIO()) != 0:
                 break  # by Ctrl-C
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [
         "# Answers that tune found\n",
         f"{len(rows) - missed} of {len(rows)} runs found what is known of their script (`examples/tune/README.md`).\n",
-        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m examples.tune.answers {shlex.join(words)}`.",
+        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m benchmarks answers {shlex.join(words)}`.",
         f"{facts['processor']}, {facts['cores']} cores, torch {facts['versions']['torch']}.\n",
         *markdown_table(["Script", "Step, ms", "Verdict", "Answer"], rows),
     ]

@@ -8,29 +8,33 @@ from urllib.error import HTTPError
 
 import pytest
 
-from examples.tune import offline, public
-from examples.tune.public import SCRIPTS, Script
+from benchmarks import offline, public
+from benchmarks.public import SCRIPTS, Script
 
 EPOCHS = {
-    "default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factors": [1.2, 1.5, 1.55], "factor": 1.5,
-    "expected": [1.4, 1.6],
+    "default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factors": [1.45, 1.5, 1.55], "factor": 1.5,
+    "interval": [1.42, 1.58], "promised": 1.44, "expected": [1.3, 1.6],
 }  # fmt: skip
 FOUND = {"chosen": {"settings": ["lean", "fused"], "ratio": 0.5, "interval": [0.4, 0.625]}, "epochs": EPOCHS}
+FOUND |= {"other_cores": 0.2}
 NOTHING = {"chosen": {"settings": [], "ratio": None, "interval": None}, "verdict": "nothing helps here"}
 
 
-def test_a_row_tells_what_was_recommended_and_whether_epochs_confirm_it():
+def test_a_row_tells_what_was_promised_and_whether_the_measured_interval_contains_it():
     assert public.row("gan", FOUND) == [
-        "`gan`", "lean + fused", "2.00 (1.60-2.50)", "12.0, 8.00", "1.50 (1.20-1.55)", "1.40-1.60", "yes",
+        "`gan`", "lean + fused", "1.44 (1.30-1.60)", "12.0, 8.00", "1.50 (1.42-1.58)", "3", "11 %", "yes",
     ]  # fmt: skip
-    slow = {**FOUND, "epochs": {**EPOCHS, "factors": [1.3], "factor": 1.3}}
-    assert public.row("gan", slow)[4:] == ["1.30 (1.30-1.30)", "1.40-1.60", "no"]
-    assert public.row("gan", NOTHING) == ["`gan`", "nothing helps here", "", "", "", "", ""]
+    other = {**FOUND, "epochs": {**EPOCHS, "interval": [1.45, 1.8]}}
+    assert public.row("gan", other)[4:] == ["1.50 (1.45-1.80)", "3", "23 %", "no"]
+    one = {**FOUND, "epochs": {**EPOCHS, "factors": [1.5], "interval": None}}
+    assert public.row("gan", one)[4:] == ["1.50", "1", "", "one pair"]
+    assert public.row("gan", NOTHING) == ["`gan`", "nothing helps here", "", "", "", "", "", ""]
     failed = {**FOUND, "epochs": {"default": {"seconds": 12.0}, "error": "chosen failed: no data"}}
-    assert public.row("gan", failed)[3:] == ["12.0", "", "", "chosen failed: no data"]
+    assert public.row("gan", failed)[3:] == ["12.0", "", "", "", "chosen failed: no data"]
     assert public.row("gan", {"error": "tune ended with exit status 2"})[1] == "tune ended with exit status 2"
-    text = "\n".join(public.page({"gan": FOUND, "svi": slow, "hydra": NOTHING}, 2.0))
-    assert "Whole epochs confirmed 1 of 2 recommendations." in text
+    text = "\n".join(public.page({"gan": FOUND, "svi": other, "hydra": NOTHING}, 2.0))
+    assert "contains the promise in 1 of 2\nscripts with a recommendation, and is no wider than 15 % in 1 of 2." in text
+    assert "Other programs took 0.2 to 0.2 cores meanwhile." in text
     assert f"blob/{SCRIPTS['gan'].commit}/lightning_examples/basic-gan/gan.py" in text
 
 
@@ -121,7 +125,7 @@ def test_a_script_is_tuned_really(tmp_path, monkeypatch):
     Path("train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "lightning_turbo", "tune", "--minutes", "0.1", "--only", "lean"]
     environment = {**public.os.environ, "PYTHONPATH": str(public.ROOT)}
-    command += ["-m", "examples.tune.offline", "train.py"]
+    command += ["-m", "benchmarks.offline", "train.py"]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
     assert "HTTP Error 404" in next(Path("runs/tune/logs").iterdir()).read_text()
 

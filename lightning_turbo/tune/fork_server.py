@@ -1,0 +1,199 @@
+"""Processes that have torch and Lightning at once: copies of one that has imported them and done nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from lightning_turbo.errors import TurboError
+
+__all__ = ["CAN_FORK", "ForkServer", "ForkedProcess", "main"]
+
+CAN_FORK = sys.platform == "linux"  # libraries of macOS do not survive a fork, and Windows has none
+MESSAGE = 4096  # bytes, of an order or an answer
+SECONDS = 300.0  # after which the server counts as hung
+UNKNOWN = 255  # the exit status of a process whose server has died
+
+
+class ForkServer:
+    """A process that imports modules and then only forks: each ``popen`` starts a copy of it.
+
+    To import torch and Lightning takes a process several seconds, and a copy has them already. ``ScriptRunner`` makes
+    a server for each environment in which it starts processes, and closes it. If the runner dies, the end of the
+    socket ends the server. It runs nothing of the script, computes nothing and touches no device, and everything that
+    a copy inherits is what the import has left.
+
+    Args:
+        modules: Names of what is imported.
+        log: File that takes what the imports print.
+        folder: Its working directory, and that of its copies.
+        environment: All variables, as its copies have them.
+    """
+
+    def __init__(self, modules: Sequence[str], *, log: Path, folder: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        self._numbers = itertools.count()
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.settimeout(SECONDS)
+        with theirs, log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                cwd=folder,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def popen(self, command: Sequence[str], *, stderr: IO[bytes], **options: Any) -> ForkedProcess:
+        """Start a copy, which has a session of its own and pipes for standard input and output.
+
+        Args:
+            command: ``python -m`` and a module whose ``main`` the copy calls.
+            stderr: File that takes what it prints.
+            options: Other arguments of ``subprocess.Popen``, which are those of the server.
+
+        Raises:
+            TurboError: If the server has died, or cannot fork.
+        """
+        ours, theirs = [], []
+        for mine in (1, 0):  # the ends of the pipes for standard input and output
+            pipe = os.pipe()
+            ours.append(pipe[mine])
+            theirs.append(pipe[1 - mine])
+        try:
+            answer = self.ask({"start": command[-1]}, [*theirs, stderr.fileno()])
+        finally:
+            for each in theirs:
+                os.close(each)
+        stdin, stdout = os.fdopen(ours[0], "wb"), os.fdopen(ours[1], "rb")
+        if "pid" not in answer:
+            stdin.close()
+            stdout.close()
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+            raise TurboError(f"no process could be started: {answer.get('error') or ''.join(lines[-1:])}")
+        return ForkedProcess(self, answer["pid"], stdin, stdout)
+
+    def ask(self, order: Mapping[str, Any], files: Sequence[int] = ()) -> dict[str, Any]:
+        """Send an order, and return the answer; an empty one if the server has died."""
+        number = next(self._numbers)
+        try:
+            socket.send_fds(self._orders, [json.dumps({"number": number, **order}).encode()], files)
+            # Ctrl-C may have left the answer to an earlier order.
+            while (message := self._orders.recv(MESSAGE)) and (answer := json.loads(message))["number"] != number:
+                pass
+        except OSError:
+            return {}
+        return answer if message else {}
+
+    def close(self) -> None:
+        """End the server; its copies go on."""
+        self._orders.close()
+        self._process.wait()
+
+
+class ForkedProcess:
+    """A copy of a ``ForkServer``, with the part of ``subprocess.Popen`` that ``measure.Process`` needs.
+
+    It begins with ``ForkServer.popen``; whoever called that ends it, and waits for it before the server is closed,
+    which alone hears of its end.
+    """
+
+    def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._server = server
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal, or ``None`` while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ask({"poll": self.pid}).get("status", UNKNOWN)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: If it still runs after so many seconds.
+        """
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            time.sleep(0.01)
+        return status
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Import the modules that the command line names, and fork until the runner closes the socket."""
+    number, *modules = sys.argv[1:]
+    for name in modules:
+        importlib.import_module(name)
+    sys.stdout.flush()  # or each copy would print it again
+    with socket.socket(fileno=int(number)) as orders:
+        target = _serve(orders)
+    if target:
+        sys.argv = sys.argv[:1]
+        importlib.import_module(target).main()
+
+
+def _serve(orders: socket.socket) -> str:
+    """Answer orders; return the module to run in each copy, and an empty text in the server at its end."""
+    while True:
+        message, files, _, _ = socket.recv_fds(orders, MESSAGE, 3)
+        if not message:
+            return ""
+        order = json.loads(message)
+        answer: dict[str, Any] = {"number": order["number"]}
+        if "poll" in order:
+            pid, status = os.waitpid(order["poll"], os.WNOHANG)
+            answer["status"] = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            try:
+                copied = _fork()
+            except OSError as error:
+                copied, answer["error"] = -1, str(error)
+            if copied == 0:
+                os.setsid()
+                for descriptor, file in enumerate(files):
+                    os.dup2(file, descriptor)
+            for file in files:
+                os.close(file)
+            if copied > 0:
+                continue  # the copy itself answers, in its own session
+            answer |= {"pid": os.getpid()} if copied == 0 else {}
+        orders.send(json.dumps(answer).encode())
+        if "pid" in answer:
+            return order["start"]
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns where there are threads: those of a BLAS, which stops and starts them at a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+if __name__ == "__main__":
+    main()
