@@ -8,6 +8,6 @@
 - ``runner``, ``worker``: the one runner, whose processes take turns, and the inside of such a process.
 - ``report``, ``figures``: the one report, and its medians and ratios.
 - ``resume``, ``gain``: samples that a stop repeats or loses, and the README's picture.
-- ``answers``, ``public``: what ``tune`` finds of scripts whose answer is known, and of public ones; ``offline`` runs these
-  without network, ``words`` writes a text for one.
+- ``answers``, ``public``: what ``tune`` finds of scripts whose answer is known, and of public ones; ``offline`` runs
+  these without network, ``words`` writes a text for one.
 """

@@ -1,4 +1,6 @@
-"""``python -m benchmarks public``: tune public scripts made small, and confirm what is recommended by whole epochs.
+"""``python -m benchmarks public``: tune public scripts made small, and judge what is promised by whole epochs.
+
+Of each script one setting is measured that a search of all had found to help there: ``--all`` searches again.
 
 No script is here: each comes from a clone of its repository in the folder that ``--repositories`` names, at the commit
 of the table. What is made small is outside of it: arguments, limits of the Trainer by variables of the environment
@@ -81,6 +83,7 @@ class Script:
     licence: str
     path: str
     trains: str
+    setting: str  # of tune
     folder: str = ""  # of the repository, what the script needs of it; the script's own if empty
     arguments: tuple[str, ...] = ()
     trainer: Mapping[str, Any] = field(default_factory=dict)  # arguments of the Trainer that the script does not give
@@ -117,6 +120,7 @@ SCRIPTS = {
         **LIGHTNING,
         path="examples/pytorch/basics/transformer.py",
         trains="a language model",
+        setting="bf16-mixed",
         trainer={"limit_train_batches": 60, "limit_val_batches": 10},
         data={"data": write_words},
     ),
@@ -124,6 +128,7 @@ SCRIPTS = {
         **LIGHTNING,
         path="examples/pytorch/basics/autoencoder.py",
         trains="an autoencoder of MNIST, with LightningCLI",
+        setting="lean",
         arguments=LIMITS,
         data={"data": write_mnist, "examples/Datasets": write_mnist},
     ),
@@ -131,6 +136,7 @@ SCRIPTS = {
         **LIGHTNING,
         path="examples/pytorch/basics/backbone_image_classifier.py",
         trains="a classifier of MNIST, with LightningCLI",
+        setting="lean",
         arguments=LIMITS,
         data={"data": write_mnist, "examples/Datasets": write_mnist},
     ),
@@ -138,6 +144,7 @@ SCRIPTS = {
         **TUTORIALS,
         path="lightning_examples/basic-gan/gan.py",
         trains="a GAN of MNIST, in manual optimization",
+        setting="fused",
         trainer={"limit_train_batches": 150},
         data={"data": write_mnist},
     ),
@@ -145,6 +152,7 @@ SCRIPTS = {
         **TUTORIALS,
         path=f"{UVA}/07-deep-energy-based-generative-models/notebook.py",
         trains="an energy-based model of MNIST, which draws samples in each step",
+        setting="bf16-mixed",
         trainer={"limit_train_batches": 8, "limit_val_batches": 2},
         data={"data": write_mnist},
     ),
@@ -152,6 +160,7 @@ SCRIPTS = {
         **TUTORIALS,
         path=f"{UVA}/08-deep-autoencoders/notebook.py",
         trains="a convolutional autoencoder of CIFAR-10",
+        setting="bf16-mixed",
         trainer={"limit_train_batches": 20, "limit_val_batches": 5},
         data={"data": write_cifar},
     ),
@@ -159,6 +168,7 @@ SCRIPTS = {
         **TUTORIALS,
         path=f"{UVA}/05-transformers-and-MH-attention/MHAttention.py",
         trains="a small transformer that reverses sequences",
+        setting="lean",
         data={"data": write_cifar},
     ),
     "hydra": Script(
@@ -168,6 +178,7 @@ SCRIPTS = {
         path="src/train.py",
         folder=".",
         trains="a classifier of MNIST, put together by Hydra",
+        setting="workers-2-omp-1",
         trainer={"limit_train_batches": 400, "limit_val_batches": 40},
         data={"data": write_mnist},
     ),
@@ -177,19 +188,32 @@ SCRIPTS = {
         licence="Apache-2.0",
         path="examples/svi_lightning.py",
         trains="a probabilistic model, with Pyro",
+        setting="lean",
         arguments=("--size", "200000"),
     ),
     "ppo": Script(
         **LIGHTNING,
         path="examples/pytorch/domain_templates/reinforce_learn_ppo.py",
         trains="a policy, on steps that it takes itself",
+        setting="lean",
         arguments=("--env", "CartPole-v1", "--steps_per_epoch", "10240"),
     ),
 }
 
 
-def tune(script: Script, repositories: Path, folder: Path, minutes: float, out: Path) -> dict[str, Any]:
-    """Tune a script in a folder that gets what it needs of its repository; return what tune wrote to ``out``."""
+def tune(script: Script, repositories: Path, folder: Path, out: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Tune a script in a folder that gets what it needs of its repository.
+
+    Args:
+        script: From the table.
+        repositories: The folder of clones.
+        folder: An empty one.
+        out: Where tune writes.
+        options: Of the command.
+
+    Returns:
+        What tune wrote to ``out``.
+    """
     clone = repositories / Path(script.repository).name
     archive, part = folder / "part.zip", script.folder or str(Path(script.path).parent)
     command = ["archive", "--format", "zip", "--output", str(archive), script.commit, part]
@@ -199,7 +223,7 @@ def tune(script: Script, repositories: Path, folder: Path, minutes: float, out: 
         write(folder / name)
     environment = {**os.environ, **script.environment}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "lightning_turbo", "tune", "--minutes", str(minutes), "--confirm"]
+    command = [sys.executable, "-m", "lightning_turbo", "tune", "--confirm", *options]
     ended = subprocess.run([*command, "--out", str(out), *script.command], cwd=folder, env=environment, check=False)
     if ended.returncode:
         (out / "tune.json").unlink(missing_ok=True)  # of a search that was ended
@@ -274,7 +298,7 @@ def page(results: Mapping[str, Mapping[str, Any]], minutes: float) -> list[str]:
         *([f"Other programs took {min(loads):.1f} to {max(loads):.1f} cores meanwhile.\n"] if loads else [""]),
         *markdown_table(COLUMNS, [row(name, each) for name, each in results.items()]),
         "\nPromised: by rounds of steps, a border and a part of a validation in pairs of processes. Measured: whole",
-        "epochs in turns without and with the recommendation, each in a process of its own.",
+        "epochs alternately without and with the recommendation, each in a process of its own.",
         "No script was edited. Data are random, in files as the real ones.\n",
         *markdown_table(SOURCES, [source(name, SCRIPTS[name]) for name in results]),
     ]
@@ -287,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=2.0, help="of each, without the epochs (default: 2)")
     parser.add_argument("--page", type=Path, help="write the tables to this file, too")
     parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="scripts")
+    parser.add_argument("--all", action="store_true", help="search all settings, in place of one a script")
     parser.add_argument("--out", type=Path, default=Path("runs/public"), help="what tune writes (default: runs/public)")
     parser.add_argument("--resume", action="store_true", help="keep what is in --out of an earlier run")
     asked = parser.parse_args(arguments)
@@ -301,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if asked.resume and (out / "tune.json").exists():
                 found[name] = json.loads((out / "tune.json").read_text())
             else:
-                found[name] = tune(SCRIPTS[name], clones, Path(folder), asked.minutes, out)
+                options = ["--minutes", str(asked.minutes)]
+                options += [] if asked.all else ["--only", SCRIPTS[name].setting]
+                found[name] = tune(SCRIPTS[name], clones, Path(folder), out, options)
         print_lines(" | ".join(row(name, found[name])))  # what is known is not lost
     print_lines("", *page(found, asked.minutes))
     if asked.page is not None:

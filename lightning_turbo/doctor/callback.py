@@ -225,15 +225,15 @@ class Doctor(Callback):
         self._log = None
 
     def _gather(self, trainer: Trainer, session: Session, patience: float) -> tuple[Rank, ...]:
-        """Return what all ranks of several measured, on the first; nothing if some are missing, which is noted."""
+        """Return what all ranks of several measured, on the first; nothing, and a note, if some are missing."""
         if trainer.world_size == 1:
             return ()
-        told = tell_first_rank(session.rank(), f"doctor/{next(_reports)}", patience)
-        missing = [str(rank) for rank, each in enumerate(told) if each is None]
+        ranks = tell_first_rank(session.rank(), f"doctor/{next(_reports)}", patience)
+        missing = [str(rank) for rank, each in enumerate(ranks) if each is None]
         if missing:
-            why = f"ranks {', '.join(missing)} told nothing: who waits for whom is not known"
+            why = f"ranks {', '.join(missing)} reported nothing: who waits for whom is not known"
             session.notes = (*session.notes, why)
-        return () if missing else tuple(told)
+        return () if missing else tuple(ranks)
 
     def _finish(self, trainer: Trainer, interrupted: str = "") -> None:
         """Make the report, if there is none yet, and leave."""

@@ -64,14 +64,14 @@ _METHODS = {
 """Modules of C, and the methods of their classes that wait."""
 TIMED = ("wait", "metric")
 SHORTEST = 1e-4
-"""Seconds below which a wait is not noted: a lock that is free, a line that was read ahead."""
+"""Seconds below which a wait does not count: a lock that is free, a line that was read ahead."""
 
 
 class CallTable:
     """A profile function (see ``sys.setprofile``) that notes the calls of known functions.
 
     Who starts it: a ``Watch``, which sets it for the time of a step. What ends it: the watch, by setting none. What
-    always holds: at most one timed call is open; what is called within it is not noted for itself.
+    always holds: at most one timed call is open; what is called within it does not count by itself.
 
     Args:
         note: Called with the kind, the name, the frame of the caller and the seconds.

@@ -41,7 +41,7 @@ EPOCH = "run_training_epoch"
 BACKWARD = "backward"
 SAVE = "save_checkpoint"
 LOGGING = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint")
-"""Methods of loggers, which Lightning's profiler is not told of."""
+"""Methods of loggers, of whose calls Lightning's profiler does not hear."""
 _HOOKS = {
     "data": (NEXT,),
     "copy": ("batch_to_device", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
@@ -118,7 +118,7 @@ class EpochCount:
 class Listener:
     """Hears a ``FitClock``; whatever a listener does not need does nothing.
 
-    Listeners nest as contexts do: who is told first that a step begins is told last that it ends.
+    Listeners nest as contexts do: the first to hear that a step begins is the last to hear that it ends.
     """
 
     def begin_fit(self) -> None:
@@ -137,7 +137,7 @@ class Listener:
         """A step begins: its batch is fetched next."""
 
     def fetched(self, step: int) -> None:
-        """The batch of a step is there. Where ``training_step`` fetches by itself, nobody is told."""
+        """The batch of a step is there. Not called where ``training_step`` fetches by itself."""
 
     def end_step(self, step: int) -> None:
         """A step is over: the next one begins, a validation, or the end of the epoch."""
@@ -155,7 +155,7 @@ class FitClock:
     Who starts it: the ``Doctor`` calls ``begin`` as the first thing that fit does. The Trainer's own profiler stays;
     its ``start`` and ``stop``, and the methods by which loggers write, tell the clock as well. What ends it: ``stop``,
     which puts them back. What always holds: between the two the innermost open action is the last of the stack, at most
-    one step is open, and listeners are told by ``guard``, so that no error of theirs reaches the run.
+    one step is open, and ``guard`` calls the listeners, so that no error of theirs reaches the run.
 
     Args:
         guard: Calls the listeners.
@@ -166,7 +166,7 @@ class FitClock:
         self.step = 0  # of those that are over
         self.has_border = False  # whether the first batch of a second epoch was fetched
         self._guard = guard
-        self._told: dict[str, tuple[Callable[..., None], ...]] = {}  # event -> methods of the listeners
+        self._methods: dict[str, tuple[Callable[..., None], ...]] = {}  # event -> methods of the listeners
         self._replaced: list[ReplacedMethod] = []
         self._stack: list[tuple[str, Moment]] = []  # open actions, with their names as Lightning has them
         self._gap = Moment("set-up", "hooks")  # what runs while no action is open
@@ -192,20 +192,20 @@ class FitClock:
             for name in LOGGING:
                 if callable(getattr(logger, name, None)):
                     action = f"[Logger]{type(logger).__name__}.{name}"
-                    self._replaced.append(ReplacedMethod(logger, name, _Told(self, action)))
+                    self._replaced.append(ReplacedMethod(logger, name, _LoggerAction(self, action)))
         self._tell("begin_fit")
         self._tell("enter", self.moment, None)
 
     def subscribe(self, listeners: Sequence[Listener]) -> None:
         """Tell these listeners from now on, and no others."""
-        self._told = {event: _methods_of(event, listeners) for event in EVENTS}
+        self._methods = {event: _methods_of(event, listeners) for event in EVENTS}
 
     def stop(self) -> None:
         """Stop telling, and put the methods back."""
         for each in self._replaced:
             each.put_back()
         self._replaced = []
-        self._told = {}
+        self._methods = {}
 
     def _on_start(self, start: Any, action: str) -> Any:
         result = start(action)
@@ -219,7 +219,7 @@ class FitClock:
 
     def start(self, action: str) -> None:
         """An action begins."""
-        if not self._told:
+        if not self._methods:
             return
         hook = action.rpartition(".")[2]
         before = None
@@ -238,7 +238,7 @@ class FitClock:
 
     def end(self, action: str) -> None:
         """An action ends."""
-        if not self._told:
+        if not self._methods:
             return
         names, hook = [name for name, _ in self._stack], action.rpartition(".")[2]
         # Actions that an exception left open end with the one around them.
@@ -255,7 +255,7 @@ class FitClock:
             self._tell("fetched", self.step)
 
     def _part_before(self, hook: str) -> str | None:
-        """Return the part of what ran since the action before this hook, where no action told of it."""
+        """Return the part of what ran since the action before this hook, where that was no action of its own."""
         if self._is_open or self._is_checking:
             return None
         # Later batches are fetched right behind a validation, too.
@@ -365,7 +365,7 @@ class FitClock:
 
     def _tell(self, event: str, *given: Any) -> None:
         # Whoever calls the clock does so by its guard, which an error of a listener reaches.
-        for method in self._told.get(event, ()):
+        for method in self._methods.get(event, ()):
             method(*given)
 
 
@@ -375,7 +375,7 @@ def _methods_of(event: str, listeners: Sequence[Listener]) -> tuple[Callable[...
     return tuple(reversed(methods) if event in ("end_step", "drop_step") else methods)
 
 
-class _Told:
+class _LoggerAction:
     """A method of a logger, whose calls are actions of a clock.
 
     Who starts it: the clock, in ``begin``. What ends it: the clock, in ``stop``. What always holds: the logger's own

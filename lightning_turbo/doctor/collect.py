@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from lightning_turbo._machine import count_cores
 from lightning_turbo._trainer import owner_of_training_data
-from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, Run, SchedulerFacts, Site
+from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, RunSettings, SchedulerFacts, Site
 from lightning_turbo.doctor.loaders import describe_loader
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.nn.memory_format import LAST
@@ -38,10 +38,10 @@ GROUP_NAMES = ("params", "param_names", "name")
 """What a group of parameters has beside its settings."""
 
 
-def run_facts(trainer: Any) -> Run:
+def run_facts(trainer: Any) -> RunSettings:
     """Return what the machine, the process and the Trainer are set to."""
     device, newer = trainer.strategy.root_device, getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    return Run(
+    return RunSettings(
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         cores=count_cores(),
@@ -174,7 +174,7 @@ def _length_of(scheduler: Any) -> dict[str, Any]:
     if isinstance(scheduler, OneCycleLR):
         return {"length": scheduler.total_steps - 1, "aim": "its end"}
     if isinstance(scheduler, CyclicLR):
-        return {"length": int(scheduler.total_size * scheduler.step_ratio), "aim": "its first turn"}
+        return {"length": int(scheduler.total_size * scheduler.step_ratio), "aim": "its first cycle"}
     return {}
 
 

@@ -11,7 +11,7 @@ from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
     "BOUNDS", "FEW", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "FitFacts", "HookTime", "Loader",
-    "OptimizerFacts", "Part", "PartTime", "Rank", "Run", "SchedulerFacts", "Seen", "Site", "check_steps",
+    "OptimizerFacts", "Part", "PartTime", "Rank", "RunSettings", "SchedulerFacts", "Seen", "Site", "check_steps",
 ]  # fmt: skip
 
 WAITING = 0.10
@@ -73,7 +73,7 @@ class Loader:
     persistent_workers: bool = False
     sampler: str = ""
     whole_read: Site | None = None  # a line of the dataset's file that reads a whole file
-    sharded: bool | None = None  # whether each rank sees its own part of the data; None if it cannot be told
+    sharded: bool | None = None  # whether each rank sees its own part of the data; None if that is not known
     iterable_dataset: bool = False
     draws: str = ""  # what loading in this process was seen to draw random numbers from, as a clause
     copied_generators: tuple[str, ...] = ()  # of the dataset, which give every worker the same numbers
@@ -99,12 +99,12 @@ class SchedulerFacts:
     name: str
     interval: str = "epoch"
     length: int = 0  # steps to ``aim``, 0 if it has none
-    aim: str = ""  # "its end" or "its first turn"
+    aim: str = ""  # "its end" or "its first cycle"
     site: Site | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunSettings:
     """What the machine and the Trainer are set to."""
 
     device: str = "cpu"
@@ -140,7 +140,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """How long one rank of several took: what it did itself, and where it waited for others, is told by comparison."""
+    """How long one rank of several took: a comparison of ranks says where it waited for others."""
 
     steps: tuple[dict[str, float], ...] = ()  # seconds of each timed step in each phase; "loop" is what has no hook
     outside: dict[str, float] = field(default_factory=dict)  # seconds before and between the steps, in their order
@@ -199,7 +199,7 @@ class FitFacts:
 class Facts:
     """Everything that the rules may look at; times in seconds, sizes in bytes."""
 
-    run: Run = Run()
+    run: RunSettings = RunSettings()
     seen: Seen = Seen()
     timed: int = 0  # steps
     steps: tuple[float, ...] = ()  # seconds of each timed step
@@ -232,7 +232,7 @@ class Facts:
         return sum(self.phases.values())
 
     def typical_in(self, phases: Iterable[str]) -> float:
-        """Return the seconds of most steps in some phases: what another program's turn adds to one step is left out."""
+        """Return the seconds of most steps in some phases: what another program adds to one step is left out."""
         return sum(self.typical.get(phase, self.phases.get(phase, 0.0)) for phase in phases)
 
     def seconds_in(self, phases: Iterable[str]) -> float:

@@ -97,7 +97,7 @@ class Draws(Listener):
             self.drew = watch.found
 
     def end_step(self, step: int) -> None:
-        """Look no more, where nobody told that the batch was there."""
+        """Look no more; ``fetched`` was not called where ``training_step`` fetches."""
         self.fetched(step)
 
     def drop_step(self, step: int) -> None:

@@ -36,8 +36,8 @@ LATE = 1.0
 class RankTiming(Listener):
     """The time before and between the steps, by what it went into; the ranks' clocks are never compared.
 
-    Who starts it: the clock, when fit begins, which is before this rank meets the others: a late one could not be told
-    later. What ends it: the last timed step, behind which the ranks leave one by one. What always holds: the seconds
+    Who starts it: the clock, when fit begins, which is before this rank meets the others: afterwards nobody sees who
+    was late. What ends it: the last timed step, behind which the ranks leave one by one. What always holds: the seconds
     add up to the time since ``begin``.
 
     Args:

@@ -100,8 +100,8 @@ class Session:
         self.notes: tuple[str, ...] = ()
 
     def begin(self, further: Sequence[Listener]) -> None:
-        """Begin, with further listeners, who are told that a step begins when all others know."""
-        # What is told last that a step begins is told first that it ends: no time of the other listeners is in a step.
+        """Begin, with further listeners, which hear that a step begins after all others."""
+        # The last to hear that a step begins is the first to hear that it ends: a step has no time of other listeners.
         listeners = (
             self.compilations, self.retention, self.reads, self.draws, self.ranks, self.parts, self.watch, self.steps,
         )  # fmt: skip

@@ -177,7 +177,7 @@ class Watch(Listener):
     def _judge_on_cuda(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
-        """Return the kind and the name of what a call did, in a run on a CUDA device: torch has told if it waited."""
+        """Return the kind and the name of what a call did, in a run on a CUDA device, where torch says if it waited."""
         copied, uploaded = copied_array(name, args, kwargs), upload(name, args, kwargs)
         if not self._waited:
             return ("copied", copied) if copied else ("", "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, markdown_table, seconds_by_sweep, three_digits
-from lightning_turbo.tune.evidence import Case, Comparison
+from lightning_turbo.tune.evidence import Comparison, Configuration
 from lightning_turbo.tune.search import Runner
 from lightning_turbo.tune.worker import OUT_OF_MEMORY
 
@@ -23,7 +23,10 @@ SQUARE_ROOT = ("Adam", "Lamb")  # in names of optimizers whose steps do not grow
 class BatchSizes:
     """Doubles the batch until it does not fit, halves what is between, and compares the fastest sizes.
 
-    Each process runs alone, because two would share the memory: sizes take turns process by process.
+    Each process runs alone, because two would share the memory: sizes alternate process by process.
+
+    Who starts it: ``run_tune``, by ``run``. What ends it: as many comparisons as are asked for, the end of the time, or
+    Ctrl-C. What always holds: the script's own size is the first row.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -53,7 +56,7 @@ class BatchSizes:
 
     @property
     def compared(self) -> bool:
-        """Whether sizes took turns with the script's to the end."""
+        """Whether all comparisons with the script's size came to their end."""
         done = all(each.error or len(each.logs) == PASSES for each in self.against.values())
         return bool(self.against) and done
 
@@ -121,13 +124,13 @@ class BatchSizes:
                 comparison.logs[before:] = [log - math.log(factor) for log in comparison.logs[before:]]
 
     def _measure(self, size: int) -> dict[str, Any]:
-        case = Case(batch_size=size)
+        configuration = Configuration(batch_size=size)
         if self.rows:
             # Whole windows of accumulated batches: the optimizer steps after each, and at the end of an epoch.
             facts = self.rows[self.base]["numbers"]["facts"]
             window = self._batches(size) if self.whole_epochs else facts.get("accumulate", 1)
             self.runner.set_pace(self._seconds(self.fitting[-1]) * size, window)
-        return dict(self.runner.measure([case])[case])
+        return dict(self.runner.measure([configuration])[configuration])
 
     def _batches(self, size: int) -> int:
         """Of an epoch, as measured or as those of the script's size let expect; 0 where it is not known."""
@@ -152,7 +155,7 @@ class BatchSizes:
         """Return what was found in words, and a row for each size."""
         said = f"The largest batch that fits is {self.fitting[-1]} ({self.ended})."
         if not self.compared:
-            said += " They were not compared in turns." if len(self.fitting) > 1 else ""
+            said += " They were not compared with one another." if len(self.fitting) > 1 else ""
         elif self.best == self.base:
             said += f" None is faster a sample than the script's {self.base} beyond noise."
         else:

@@ -11,8 +11,8 @@ from lightning_turbo.errors import TurboError
 
 __all__ = [
     "SMALL_SHARE",
+    "Baseline",
     "Candidate",
-    "Facts",
     "Settings",
     "combine",
     "list_candidates",
@@ -30,7 +30,7 @@ SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as som
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Baseline:
     """What the first runs found out about the script and the machine; ``probe.describe`` says how."""
 
     step_ms: float
@@ -152,14 +152,14 @@ class Candidate(Settings):
         return self.slot or self.name
 
 
-def why_not(candidate: Candidate, facts: Facts) -> str:
+def why_not(candidate: Candidate, baseline: Baseline) -> str:
     """Return why a candidate is not tried, or an empty text."""
-    as_it_is = {"Prefetch": {"num_workers": facts.num_workers}}
-    if facts.num_workers and candidate.callbacks == as_it_is and not candidate.environment:
+    as_it_is = {"Prefetch": {"num_workers": baseline.num_workers}}
+    if baseline.num_workers and candidate.callbacks == as_it_is and not candidate.environment:
         return "the loader has as many"
-    lacking = next((NEEDS[need] for need in candidate.needs if facts.lack(need)), "")
+    lacking = next((NEEDS[need] for need in candidate.needs if baseline.lack(need)), "")
     if candidate.name == "pack":
-        return lacking or facts.packing or "packing was not timed"
+        return lacking or baseline.packing or "packing was not timed"
     return lacking
 
 
@@ -180,31 +180,31 @@ USUAL: Mapping[str, tuple[str, float]] = {
 WITHOUT_INSTRUCTIONS = 0.1  # what remains of that for half precision on a CPU that does not compute in it
 
 
-def usual_saving(candidate: Candidate, facts: Facts, computes_in_half: bool) -> float:
+def usual_saving(candidate: Candidate, baseline: Baseline, computes_in_half: bool) -> float:
     """Return how many milliseconds a candidate usually saves at most: of a step, or of an epoch by its steps."""
-    starts = facts.border_ms / (facts.batches or 1)
+    starts = baseline.border_ms / (baseline.batches or 1)
     if candidate.loader or "persistent" in candidate.name:
-        return starts + (facts.loading * facts.step_ms if candidate.callbacks else 0.0)
+        return starts + (baseline.loading * baseline.step_ms if candidate.callbacks else 0.0)
     if candidate.slot == "loading" or candidate.augment_batches:
-        return facts.loading * facts.step_ms
+        return baseline.loading * baseline.step_ms
     if candidate.name == "lean":
         return LIGHTNING_MS
     name = next((each for each in USUAL if candidate.name.startswith(each)), "")
     phase, share = USUAL.get(name, ("step", 0.02))
     if candidate.slot == "precision" and not computes_in_half:
         share *= WITHOUT_INSTRUCTIONS
-    return share * _phase_ms(phase, facts)
+    return share * _phase_ms(phase, baseline)
 
 
-def _phase_ms(phase: str, facts: Facts) -> float:
+def _phase_ms(phase: str, baseline: Baseline) -> float:
     """Return the milliseconds of a part of the step; where its phases were not timed, the network takes nine tenths."""
-    computing = (1.0 - facts.loading) * facts.step_ms
+    computing = (1.0 - baseline.loading) * baseline.step_ms
     if phase == "step":
         return computing
-    if not facts.phases:
+    if not baseline.phases:
         return (0.1 if phase == "optimizer" else 0.9) * computing
     names = ("optimizer",) if phase == "optimizer" else ("forward", "backward")
-    return 1e3 * sum(facts.phases.get(name, 0.0) for name in names)
+    return 1e3 * sum(baseline.phases.get(name, 0.0) for name in names)
 
 
 LOADING = ("loading", "dataloader")

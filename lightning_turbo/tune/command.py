@@ -24,7 +24,7 @@ from lightning_turbo.measure import (
     write_json,
 )
 from lightning_turbo.tune.batch_size import BatchSizes
-from lightning_turbo.tune.candidates import Candidate, Facts, list_candidates, list_rank_candidates, select
+from lightning_turbo.tune.candidates import Baseline, Candidate, list_candidates, list_rank_candidates, select
 from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
@@ -63,15 +63,15 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
                 _tune_batch_size(runner, settings.out, stream)
                 return 130 if interrupt.pressed else 0
             search = Search(candidates, runner, same_maths=settings.same_maths)
-            search.on_headroom = lambda facts: progress.say(describe_headroom(facts))
+            search.on_headroom = lambda baseline: progress.say(describe_headroom(baseline))
             _run(search, state, kept, origin)
         # What the processes took is known when all that started them have ended.
         results = make_results(search, settings.command, load.cores())
         paths = write_results(search, results, settings.out)
-        if settings.confirm and search.chosen.names and search.facts is not None and not interrupt.pressed:
+        if settings.confirm and search.chosen.names and search.baseline is not None and not interrupt.pressed:
             # What is known is written by now: an epoch takes as long as it takes.
             interrupt = Interrupt()
-            results["epochs"] = _train_epochs(runner, search, search.facts, interrupt)
+            results["epochs"] = _train_epochs(runner, search, search.baseline, interrupt)
             paths = write_results(search, results, settings.out)
     print_lines(as_text(results), *map(str, paths), *filter(None, [why_no_picture()]), stream=stream)
     return 130 if interrupt.pressed else 0
@@ -86,16 +86,16 @@ def _run(search: Search, state: Mapping[str, Any] | None, kept: Path, origin: Ma
         search.run()
     finally:
         # Also where a process could not be started, or at the second Ctrl-C.
-        if search.facts is not None or search.interrupted:
+        if search.baseline is not None or search.interrupted:
             new = search.state()
             # Of what this search leaves out, what an earlier one measured.
             alone = {**(state or {}).get("alone", {}), **new["alone"]}
             write_json({"of": origin, **new, "alone": alone}, kept)
 
 
-def _train_epochs(runner: ScriptRunner, search: Search, facts: Facts, interrupt: Interrupt) -> dict[str, Any]:
+def _train_epochs(runner: ScriptRunner, search: Search, baseline: Baseline, interrupt: Interrupt) -> dict[str, Any]:
     """Return what whole epochs say of what is chosen, and that in words."""
-    seconds = (facts.epoch_ms or 0.0) / 1e3
+    seconds = (baseline.epoch_ms or 0.0) / 1e3
     with runner:
         epochs = compare_epochs(train_epochs(runner, search.chosen, seconds, interrupt), search.final)
     return {**epochs, "sentence": describe_epochs(epochs)}

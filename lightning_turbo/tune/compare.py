@@ -23,7 +23,7 @@ def compare_results(folders: Sequence[Path]) -> int:
     """Print how the steps of two runs of tune differ, as they are and with what was recommended.
 
     A step got slower if the lower end of the 95 % interval of the ratio of its times is 3 % above 1: processes of two
-    runs do not take turns, and the margin stands for what the machine does from day to day.
+    runs are not measured alternately, and the margin stands for what the machine does from day to day.
 
     Args:
         folders: Two, as ``--out`` named them: before and after.

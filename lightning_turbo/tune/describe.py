@@ -25,7 +25,7 @@ STRATEGIES_OF_RANKS = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 def describe(trainer: Any, module: Any) -> dict[str, Any]:
-    """Return the fields of ``Facts`` that need no measurement, and how many batches make a step."""
+    """Return the fields of ``Baseline`` that need no measurement, and how many batches make a step."""
     loader = _training_loader(trainer)
     device = trainer.strategy.root_device.type
     batches = _whole(trainer.num_training_batches)

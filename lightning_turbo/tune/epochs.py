@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_turbo.measure import Interrupt, InterruptedRunError, ProcessError, Progress, interval_of, three_digits
-from lightning_turbo.tune.evidence import Case, Comparison
+from lightning_turbo.tune.evidence import Comparison, Configuration
 from lightning_turbo.tune.runner import ScriptRunner
 
 __all__ = ["compare_epochs", "describe_epochs", "train_epochs"]
@@ -19,8 +19,8 @@ PAIRS = 10  # of epochs, at most
 ENOUGH = 100.0  # seconds of pairs after which none is begun; one is trained however long it takes
 
 
-def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float, interrupt: Interrupt) -> dict[str, Any]:
-    """Train epochs without and with some settings in turns: a pair of them, and further pairs where they are short.
+def train_epochs(runner: ScriptRunner, chosen: Configuration, seconds: float, interrupt: Interrupt) -> dict[str, Any]:
+    """Train epochs without and with some settings alternately: a pair of them, and further pairs where they are short.
 
     Args:
         runner: Starts the processes.
@@ -34,14 +34,14 @@ def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float, interrupt: 
         is not whole.
     """
     pairs: list[dict[str, Any]] = []
-    cases = [("default", Case(mode="epoch")), ("chosen", Case(chosen.names, "epoch"))]
+    configurations = [("default", Configuration(mode="epoch")), ("chosen", Configuration(chosen.names, "epoch"))]
     with interrupt.caught(), Progress(time.monotonic() + 2 * seconds) as progress:
         begun = time.monotonic()
         while len(pairs) < PAIRS and (not pairs or time.monotonic() - begun < ENOUGH):
             pair: dict[str, Any] = {}
             # A B B A cancels a steady drift of the machine.
-            for name, case in cases[:: (-1) ** len(pairs)]:
-                event = _train(runner, case, interrupt, progress)
+            for name, configuration in configurations[:: (-1) ** len(pairs)]:
+                event = _train(runner, configuration, interrupt, progress)
                 if event["event"] != "done":
                     why = f"{name} {event['event']}: {event['reason']}"
                     return _together(pairs) if pairs else pair | {"error": why}
@@ -50,14 +50,16 @@ def train_epochs(runner: ScriptRunner, chosen: Case, seconds: float, interrupt: 
     return _together(pairs)
 
 
-def _train(runner: ScriptRunner, case: Case, interrupt: Interrupt, progress: Progress) -> dict[str, Any]:
+def _train(
+    runner: ScriptRunner, configuration: Configuration, interrupt: Interrupt, progress: Progress
+) -> dict[str, Any]:
     """Train an epoch in a process of its own, and return its last event."""
 
     def check() -> None:
         interrupt.check()
         progress.show("whole epochs without the recommendation and with it")
 
-    process = runner.spawn(case)
+    process = runner.spawn(configuration)
     try:
         return process.listen(math.inf, check)
     except (ProcessError, InterruptedRunError) as error:

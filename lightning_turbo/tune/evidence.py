@@ -1,4 +1,4 @@
-"""What is measured and what is known of it: cases, comparisons of two cases, and what the losses say."""
+"""What is measured and what is known of it: configurations, comparisons of two, and what the losses say."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from lightning_turbo.measure import interval_of, log_quotients, seconds_by_sweep
 from lightning_turbo.tune.candidates import SMALL_SHARE
 
-__all__ = ["DEFAULT", "Case", "Comparison", "compare_losses", "epoch_by_sweep", "epoch_parts"]
+__all__ = ["DEFAULT", "Comparison", "Configuration", "compare_losses", "epoch_by_sweep", "epoch_parts"]
 
 MOST = 12  # pairs of processes, after which a comparison stays as it is
 
 
 @dataclass(frozen=True)
-class Case:
+class Configuration:
     """What a process measures.
 
     Args:
@@ -35,12 +35,12 @@ class Case:
         names = " + ".join(self.names)
         return names or "default" if self.mode == "step" else f"{self.mode} with {names}" if names else self.mode
 
-    def without(self, name: str) -> Case:
-        """Return this case without one of its candidates."""
-        return Case(tuple(each for each in self.names if each != name))
+    def without(self, name: str) -> Configuration:
+        """Return this configuration without one of its candidates."""
+        return Configuration(tuple(each for each in self.names if each != name))
 
 
-DEFAULT = Case()
+DEFAULT = Configuration()
 
 
 def epoch_parts(row: Mapping[str, Any]) -> tuple[int, float, float] | None:
@@ -68,7 +68,7 @@ def epoch_by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
 
 @dataclass
 class Comparison:
-    """One case against another, process by process: by the times of an epoch, as far as its length is known."""
+    """One configuration against another, process by process: by the times of an epoch, where its length is known."""
 
     logs: list[float] = field(default_factory=list)  # logarithm of the ratio of their times in each pair of processes
     of_steps: list[float] = field(default_factory=list)  # the same of a step

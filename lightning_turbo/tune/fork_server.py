@@ -30,10 +30,11 @@ UNKNOWN = 255  # the exit status of a process whose server has died
 class ForkServer:
     """A process that imports modules and then only forks: each ``popen`` starts a copy of it.
 
-    To import torch and Lightning takes a process several seconds, and a copy has them already. ``ScriptRunner`` makes
-    a server for each environment in which it starts processes, and closes it. If the runner dies, the end of the
-    socket ends the server. It runs nothing of the script, computes nothing and touches no device, and everything that
-    a copy inherits is what the import has left.
+    To import torch and Lightning takes a process several seconds, and a copy has them already.
+
+    Who starts it: the ``ScriptRunner``, one for each environment in which it starts processes. What ends it: ``close``,
+    or the end of its socket, if the runner dies. What always holds: it runs nothing of the script, computes nothing and
+    touches no device, so that a copy inherits what the imports have left, and nothing else.
 
     Args:
         modules: Names of what is imported.
@@ -109,8 +110,8 @@ class ForkServer:
 class ForkedProcess:
     """A copy of a ``ForkServer``, with the part of ``subprocess.Popen`` that ``measure.Process`` needs.
 
-    It begins with ``ForkServer.popen``; whoever called that ends it, and waits for it before the server is closed,
-    which alone hears of its end.
+    Who starts it: ``ForkServer.popen``. What ends it: the process itself, or ``kill``. What always holds: the server,
+    whose child it is, hears of its end; whoever waits for it does so before the server is closed.
     """
 
     def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:

@@ -67,7 +67,7 @@ class Probe(Callback):
 
     Args:
         meter: Counts the steps.
-        mode: Of the case.
+        mode: Of the configuration.
         folder: For files that a script writes through Lightning.
     """
 
@@ -126,18 +126,18 @@ class Probe(Callback):
         }
 
     def wait(self, trainer: Any) -> None:
-        """Wait for the turn of this process, in a step that is none: nothing is computed beside those that start."""
+        """Wait, in a step that does not count, until this process is measured: others start meanwhile."""
         self.meter.device = trainer.strategy.root_device
         if not self._waited and trainer.state.fn == "fit":
             self._waited = True
             self.step()
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the turn."""
+        """Wait until this process is measured."""
         self.wait(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let ``fit`` go on for as long as is measured, in this process's turn."""
+        """Let ``fit`` go on for as long as is measured, once this process is."""
         self.wait(trainer)
         Endless(trainer)
         self.facts = describe(trainer, pl_module)

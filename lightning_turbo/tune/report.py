@@ -19,7 +19,7 @@ from lightning_turbo.measure import (
     why_no_picture,
     write_json,
 )
-from lightning_turbo.tune.candidates import SMALL_SHARE, Facts, Settings, combine
+from lightning_turbo.tune.candidates import SMALL_SHARE, Baseline, Settings, combine
 from lightning_turbo.tune.evidence import DEFAULT, Comparison
 from lightning_turbo.tune.search import Search, Trial
 
@@ -34,37 +34,37 @@ STEPS = "Factors are of training steps, because epochs have no length here."
 BUSY = 0.1  # cores that other programs take, from which on it is said
 
 
-def describe_headroom(facts: Facts) -> str:
+def describe_headroom(baseline: Baseline) -> str:
     """Return in words what a step takes, and what loading ahead can save of it."""
     text = (
-        f"Your step takes {three_digits(facts.step_ms)} ms, with one batch again and again "
-        f"{three_digits(facts.one_batch_ms)} ms, and the loader alone {three_digits(facts.loader_ms)} ms a batch"
+        f"Your step takes {three_digits(baseline.step_ms)} ms, with one batch again and again "
+        f"{three_digits(baseline.one_batch_ms)} ms, and the loader alone {three_digits(baseline.loader_ms)} ms a batch"
     )
-    if facts.loading < SMALL_SHARE:
+    if baseline.loading < SMALL_SHARE:
         return f"{text}: loading ahead cannot help."
-    if facts.loads_ahead:
+    if baseline.loads_ahead:
         return f"{text}; batches are loaded beside the step already."
-    if facts.loading > 0.95:
+    if baseline.loading > 0.95:
         return f"{text}: loading takes nearly all of the time."
     # On a busy machine the two ways to tell what loading takes differ; a bound is the larger.
-    left = min(facts.step_ms - facts.loader_ms, facts.one_batch_ms)
-    return f"{text}: loading ahead can make it {facts.step_ms / left:.2f} times as fast at most."
+    left = min(baseline.step_ms - baseline.loader_ms, baseline.one_batch_ms)
+    return f"{text}: loading ahead can make it {baseline.step_ms / left:.2f} times as fast at most."
 
 
 def _describe_epoch(search: Search) -> str:
     """Return in words how long an epoch takes, of what parts, and how long the fit, without and with what is chosen."""
-    facts = search.facts
-    if facts is None or facts.epoch_ms is None:
-        return STEPS if facts is not None else ""
-    epoch, ratio = facts.epoch_ms / 1e3, search.final.ratio if search.chosen.names else 1.0
-    parts = f"{facts.batches} steps, border {three_digits(facts.border_ms / 1e3)} s"
-    if facts.validations:
-        parts += f", validation {three_digits(facts.validation_ms / 1e3)} s"
+    baseline = search.baseline
+    if baseline is None or baseline.epoch_ms is None:
+        return STEPS if baseline is not None else ""
+    epoch, ratio = baseline.epoch_ms / 1e3, search.final.ratio if search.chosen.names else 1.0
+    parts = f"{baseline.batches} steps, border {three_digits(baseline.border_ms / 1e3)} s"
+    if baseline.validations:
+        parts += f", validation {three_digits(baseline.validation_ms / 1e3)} s"
     text = f"An epoch takes about {three_digits(epoch)} s ({parts})"
     text += f" and {three_digits(epoch * ratio)} s with it" if search.chosen.names else ""
-    if facts.epochs:
-        minutes = facts.epochs * epoch / 60
-        text += f"; the {facts.epochs:g} epochs of the fit {three_digits(minutes)} minutes"
+    if baseline.epochs:
+        minutes = baseline.epochs * epoch / 60
+        text += f"; the {baseline.epochs:g} epochs of the fit {three_digits(minutes)} minutes"
         text += f" and {three_digits(minutes * ratio)}" if search.chosen.names else ""
     return f"{text}. {COVERS}"
 
@@ -107,12 +107,12 @@ def make_results(search: Search, command: Sequence[str], other_cores: float | No
         command: How the script is started.
         other_cores: How many cores other programs took meanwhile, or ``None`` if that is not known.
     """
-    chosen, facts = search.chosen, search.facts
-    headroom = {} if facts is None else {
-        "one_batch_ms": facts.one_batch_ms,
-        "loader_ms": facts.loader_ms,
-        "waiting_ms": facts.waiting_ms,
-        "sentence": describe_headroom(facts),
+    chosen, baseline = search.chosen, search.baseline
+    headroom = {} if baseline is None else {
+        "one_batch_ms": baseline.one_batch_ms,
+        "loader_ms": baseline.loader_ms,
+        "waiting_ms": baseline.waiting_ms,
+        "sentence": describe_headroom(baseline),
     }  # fmt: skip
     return {
         "format": 1,
@@ -123,17 +123,20 @@ def make_results(search: Search, command: Sequence[str], other_cores: float | No
         "untried": _describe_untried(search),
         "other_cores": other_cores,
         "epoch": None
-        if facts is None
+        if baseline is None
         else {
-            "seconds": None if facts.epoch_ms is None else facts.epoch_ms / 1e3,
-            "batches": facts.batches,
-            "border_seconds": facts.border_ms / 1e3,
-            "validation_seconds": facts.validation_ms / 1e3,
-            "epochs": facts.epochs,
+            "seconds": None if baseline.epoch_ms is None else baseline.epoch_ms / 1e3,
+            "batches": baseline.batches,
+            "border_seconds": baseline.border_ms / 1e3,
+            "validation_seconds": baseline.validation_ms / 1e3,
+            "epochs": baseline.epochs,
         },
         "next": _next(search, command),
-        "machine": describe_machine("cpu" if facts is None else facts.device),
-        "default": {"step_ms": None if facts is None else facts.step_ms, "processes_ms": search.times.get(DEFAULT, [])},
+        "machine": describe_machine("cpu" if baseline is None else baseline.device),
+        "default": {
+            "step_ms": None if baseline is None else baseline.step_ms,
+            "processes_ms": search.times.get(DEFAULT, []),
+        },
         "headroom": headroom or None,
         "candidates": [_row(search, trial) for trial in search.trials.values()],
         "chosen": {
@@ -151,7 +154,7 @@ def _row(search: Search, trial: Trial) -> dict[str, Any]:
         **_numbers(trial.alone),
         "kept": trial.kept,
         "why": trial.why,
-        "result": search.result(trial.case, trial.alone),
+        "result": search.result(trial.configuration, trial.alone),
         "beside": _numbers(trial.beside),
     }
 
@@ -180,12 +183,12 @@ def _next(search: Search, command: Sequence[str]) -> str:
 
 def _by_hand(search: Search) -> str:
     """Return what no argument of a Trainer does, or nothing."""
-    if search.facts is None:
+    if search.baseline is None:
         return ""
     settings = _settings(search)
     loader = ", ".join(f"{name}={value!r}" for name, value in settings.loader.items())
     texts = [f" Give the training DataLoader {loader}." if loader else ""]
-    texts += [f" For augment-batches {search.facts.random_part}." if settings.augment_batches else ""]
+    texts += [f" For augment-batches {search.baseline.random_part}." if settings.augment_batches else ""]
     return "".join(texts)
 
 
@@ -305,9 +308,9 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
             part.write_text(text)
         paths.append(out / name)
     (out / "tune.png").unlink(missing_ok=True)  # of an earlier search
-    if search.facts is not None and not why_no_picture():
+    if search.baseline is not None and not why_no_picture():
         draw_bars(
-            _bars(search, search.facts.step_ms),
+            _bars(search, search.baseline.step_ms),
             out / "tune.png",
             title=f"{shlex.join(command)}\n{results['verdict']}",
             label="ms a step",

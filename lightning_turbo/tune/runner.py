@@ -19,7 +19,7 @@ from lightning_turbo.doctor.script import check_script
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import CAN_HOLD, Interrupt, Process, Progress, Turns, new_row
 from lightning_turbo.tune.candidates import Candidate, combine
-from lightning_turbo.tune.evidence import Case
+from lightning_turbo.tune.evidence import Configuration
 from lightning_turbo.tune.fork_server import CAN_FORK, ForkServer
 
 __all__ = ["ScriptRunner", "TuneSettings"]
@@ -74,10 +74,13 @@ class TuneSettings:
 
 
 class ScriptRunner:
-    """Measures cases of a script: each in a process of its own, in turns.
+    """Measures configurations of a script: each in a process of its own, round by round.
 
     The first process is a fresh one, and those behind it are copies of one that has imported torch and Lightning, where
-    that can be. ``run_tune`` makes a runner and leaves its ``with`` block, which ends what starts the copies.
+    that can be.
+
+    Who starts it: ``run_tune``, as a ``with`` block. What ends it: the end of the block, with the servers that start
+    the copies. What always holds: between two calls of ``measure`` no process of the script is alive.
 
     Args:
         settings: Names the script.
@@ -128,9 +131,9 @@ class ScriptRunner:
         self.order = {"steps": steps, "lead": math.ceil(steps / 8)}
         self.warmup = max(accumulate + 1, 3, steps // 2)
 
-    def measure(self, cases: Sequence[Case]) -> dict[Case, dict[str, Any]]:
-        """Measure one fresh process of each case."""
-        by_name = {str(case): case for case in cases}
+    def measure(self, configurations: Sequence[Configuration]) -> dict[Configuration, dict[str, Any]]:
+        """Measure one fresh process of each configuration."""
+        by_name = {str(configuration): configuration for configuration in configurations}
         rows = {name: new_row() for name in by_name}
         turns = Turns(lambda name: self.spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
         begun = time.monotonic()
@@ -140,7 +143,7 @@ class ScriptRunner:
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
         self._look_for_copy(rows.values())
-        return {case: rows[name] for name, case in by_name.items()}
+        return {configuration: rows[name] for name, configuration in by_name.items()}
 
     def _look_for_copy(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Have the processes to come start as copies, if one that was measured says that it ran on a CPU alone.
@@ -160,9 +163,9 @@ class ScriptRunner:
             self._servers[key] = ForkServer(modules, log=log, folder=cwd, environment=env)
         return self._servers[key].popen(command, **options)
 
-    def spawn(self, case: Case) -> Process:
-        """Start the process of a case."""
-        put_together = combine(self.candidates[name] for name in case.names)
+    def spawn(self, configuration: Configuration) -> Process:
+        """Start the process of a configuration."""
+        put_together = combine(self.candidates[name] for name in configuration.names)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
         if self.settings.ranks > 1:
             hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
@@ -172,9 +175,9 @@ class ScriptRunner:
             "program": self.settings.program,
             "arguments": list(self.settings.arguments),
             "module": self.settings.module,
-            "mode": case.mode,
+            "mode": configuration.mode,
             "ranks": self.settings.ranks,
-            "batch_size": case.batch_size,
+            "batch_size": configuration.batch_size,
             "settings": dataclasses.asdict(put_together),
             "seed": self.settings.seed,
             "warmup": self.warmup,
@@ -182,7 +185,7 @@ class ScriptRunner:
         return Process(
             ["-m", WORKER],
             task,
-            log=self.settings.out.absolute() / "logs" / f"{number:03d} {case}.log",
+            log=self.settings.out.absolute() / "logs" / f"{number:03d} {configuration}.log",
             folder=Path.cwd(),
             environment={**hidden, **put_together.environment, "WANDB_MODE": "disabled"},
             popen=self._copy if self._lightning else subprocess.Popen,

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, computes_in_bfloat16, interval_of, seconds_by_sweep
-from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Facts, usual_saving, why_not
-from lightning_turbo.tune.evidence import DEFAULT, Case, Comparison, compare_losses, epoch_parts
+from lightning_turbo.tune.candidates import SMALL_SHARE, Baseline, Candidate, usual_saving, why_not
+from lightning_turbo.tune.evidence import DEFAULT, Comparison, Configuration, compare_losses, epoch_parts
 
 __all__ = ["Runner", "Search", "Trial"]
 
-GROUP = 4  # cases that are alive beside the one that they are compared with
+GROUP = 4  # configurations that are alive beside the one that they are compared with
 ELIMINATION = 4  # processes of each comparison with one setting left out
 FINAL = 10  # processes of each side of the last comparison
 FEWEST = 4  # of them, where the time is short
@@ -25,11 +25,11 @@ OVER = "the time was over"
 ENDED = "the search was ended"
 SEVERITY = ("", "same bits", "rounding", "other maths")
 
-Rows = Mapping[Case, Mapping[str, Any]]
+Rows = Mapping[Configuration, Mapping[str, Any]]
 
 
 class Runner(Protocol):
-    """Measures cases; the real one runs the script, that of the tests has a table of times."""
+    """Measures configurations; the real one runs the script, that of the tests has a table of times."""
 
     cost: float  # seconds of a process from its start to its end, as far as is known
 
@@ -37,8 +37,8 @@ class Runner(Protocol):
         """Choose how many steps make a round."""
         ...
 
-    def measure(self, cases: Sequence[Case]) -> Rows:
-        """Measure one fresh process of each case, in turns, and return their rows."""
+    def measure(self, configurations: Sequence[Configuration]) -> Rows:
+        """Measure one fresh process of each configuration, round by round, and return their rows."""
         ...
 
     @property
@@ -65,9 +65,9 @@ class Trial:
         return not (self.alone.error or self.alone.logs) and self.why in late
 
     @property
-    def case(self) -> Case:
+    def configuration(self) -> Configuration:
         """It alone."""
-        return Case((self.candidate.name,))
+        return Configuration((self.candidate.name,))
 
 
 class Search:
@@ -76,6 +76,9 @@ class Search:
     Each candidate that the headroom speaks for is compared with the script as it is in one process; then those that
     are undecided get further processes, the best first, for as long as the time allows beside what comes after: the
     winners are put together, each is left out once, and the last comparison decides about what stays.
+
+    Who starts it: ``run_tune``, by ``run``. What ends it: that everything is decided, the end of the time, or Ctrl-C.
+    What always holds: the attributes have all that was measured, and ``chosen`` was confirmed.
 
     Args:
         candidates: What is tried.
@@ -87,15 +90,15 @@ class Search:
         self.trials = {each.name: Trial(each) for each in candidates}
         self.runner = runner
         self.same_maths = same_maths
-        self.facts: Facts | None = None  # before the headroom is measured
+        self.baseline: Baseline | None = None  # before the headroom is measured
         self.chosen = DEFAULT  # what is recommended; the script as it is if nothing helps or nothing is confirmed yet
-        self.final = Comparison()  # the chosen case, or the one that was not confirmed, against the script as it is
+        self.final = Comparison()  # what is chosen, or was not confirmed, against the script as it is
         self.verdict = ""  # why nothing is recommended
         self.interrupted = False
-        self.on_headroom: Callable[[Facts], object] = lambda facts: None
+        self.on_headroom: Callable[[Baseline], object] = lambda baseline: None
         self._total = runner.left
         self._computes_in_half = computes_in_bfloat16() is not False
-        self.times: dict[Case, list[float]] = {}  # milliseconds of a step, in each process
+        self.times: dict[Configuration, list[float]] = {}  # milliseconds of a step, in each process
         self._defaults: list[list[float]] = []  # losses of the script as it is: the first, and those that differ
 
     def run(self) -> None:
@@ -105,8 +108,8 @@ class Search:
             TurboError: If the script cannot be measured.
         """
         try:
-            self.facts = self.facts or self.measure_headroom()
-            self._begin(self.facts)
+            self.baseline = self.baseline or self.measure_headroom()
+            self._begin(self.baseline)
             self.screen(self._reserve)
             if not self.winners():  # nothing is to be confirmed yet, so that the time for it is free
                 self.screen(lambda: self.runner.cost)
@@ -118,42 +121,42 @@ class Search:
         for trial in self.trials.values():
             trial.why = trial.why or self._end(trial)
 
-    def measure_headroom(self) -> Facts:
+    def measure_headroom(self) -> Baseline:
         """Measure the step as it is, with one batch again and again, and the loader alone."""
         first = self._measure([DEFAULT])[DEFAULT]
         if first["status"] != "ok":
             raise TurboError(f"the script cannot be measured: {first['reason'] or first['status']}")
         facts = first["numbers"]["facts"]
         self.runner.set_pace(_seconds(first), facts.get("accumulate", 1))
-        cases = [DEFAULT, Case(mode="one batch"), Case(mode="loader")]
-        rows = self._measure(cases)
-        step, one_batch, loader = (1e3 * _seconds(rows[case]) for case in cases)
+        configurations = [DEFAULT, Configuration(mode="one batch"), Configuration(mode="loader")]
+        rows = self._measure(configurations)
+        step, one_batch, loader = (1e3 * _seconds(rows[configuration]) for configuration in configurations)
         # Three processes at once may be too many, for the memory of a GPU or for a port: the first was alone.
         step = step or 1e3 * _seconds(first)
         one_batch = one_batch or step
-        facts["packing"] = rows[cases[2]]["numbers"].get("facts", {}).get("packing", "")
-        facts["phases"] = rows[cases[1]]["numbers"].get("phases", {})
+        facts["packing"] = rows[configurations[2]]["numbers"].get("facts", {}).get("packing", "")
+        facts["phases"] = rows[configurations[1]]["numbers"].get("phases", {})
         parts = epoch_parts(rows[DEFAULT] if rows[DEFAULT]["status"] == "ok" else first)
         facts["border_ms"], facts["validation_ms"] = (1e3 * part for part in parts[1:]) if parts else (0.0, 0.0)
-        return Facts(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
+        return Baseline(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
 
-    def _begin(self, facts: Facts) -> None:
+    def _begin(self, baseline: Baseline) -> None:
         """Choose the pace, and leave out what the headroom does not speak for."""
-        self.on_headroom(facts)
-        self.runner.set_pace(facts.step_ms / 1e3, facts.accumulate)
+        self.on_headroom(baseline)
+        self.runner.set_pace(baseline.step_ms / 1e3, baseline.accumulate)
         for trial in self.trials.values():
-            reason = why_not(trial.candidate, facts)
+            reason = why_not(trial.candidate, baseline)
             trial.why = f"not tried because {reason}" if reason else ""
 
     def state(self) -> dict[str, Any]:
         """Return what was measured of the script and of each candidate alone, in plain values."""
         alone = {name: asdict(trial.alone) for name, trial in self.trials.items()}
-        facts = None if self.facts is None else asdict(self.facts)
-        return {"facts": facts, "times": self.times.get(DEFAULT, []), "losses": self._defaults, "alone": alone}
+        baseline = None if self.baseline is None else asdict(self.baseline)
+        return {"baseline": baseline, "times": self.times.get(DEFAULT, []), "losses": self._defaults, "alone": alone}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a ``state``; what winners do together is measured again."""
-        self.facts = None if state["facts"] is None else Facts(**state["facts"])
+        self.baseline = None if state["baseline"] is None else Baseline(**state["baseline"])
         self.times[DEFAULT], self._defaults = list(state["times"]), list(state["losses"])
         for name, alone in state["alone"].items():
             if name in self.trials:
@@ -166,14 +169,14 @@ class Search:
             reserve: Returns the seconds that are kept for what comes after.
         """
         while chunk := self._undecided()[: max(0, min(self._group, self._affordable(reserve()) - 1))]:
-            rows = self._measure([DEFAULT, *(trial.case for trial in chunk)])
+            rows = self._measure([DEFAULT, *(trial.configuration for trial in chunk)])
             for trial in chunk:
-                trial.alone.add(rows[trial.case], rows[DEFAULT])
+                trial.alone.add(rows[trial.configuration], rows[DEFAULT])
                 self._look_for_effect(trial, rows)
 
     def _look_for_effect(self, trial: Trial, rows: Rows) -> None:
         """End a candidate that has not gained and of which the package itself says that it has no effect here."""
-        said = [rows[case]["numbers"].get("no_effect", []) for case in (trial.case, DEFAULT)]
+        said = [rows[configuration]["numbers"].get("no_effect", []) for configuration in (trial.configuration, DEFAULT)]
         new = [each for each in said[0] if each not in said[1]]
         if new and trial.alone.logs and trial.alone.ratio > 1.0 - SMALL_SHARE:
             trial.alone.no_effect = new[0]
@@ -198,11 +201,11 @@ class Search:
                 trial.why = trial.why or f"no better than {chosen.candidate.name} of its kind: {trial.alone}"
         return chosen
 
-    def eliminate(self, winners: Sequence[Trial]) -> Case:
+    def eliminate(self, winners: Sequence[Trial]) -> Configuration:
         """Put the winners together, and leave each out once, until each that is left makes the rest faster."""
         kept = list(winners)
         while len(kept) > 1:
-            whole = self._case(kept)
+            whole = self._together(kept)
             for trial in kept:
                 trial.beside = Comparison()
             useless = self._leave_out(whole, kept)
@@ -213,37 +216,37 @@ class Search:
             failed = f"failed: {worst.beside.error}, beside {others}" if worst.beside.error else ""
             worst.why = failed or f"no gain beside {others}: {worst.beside}"
             kept.remove(worst)
-        return self._case(kept)
+        return self._together(kept)
 
-    def confirm(self, case: Case) -> None:
-        """Compare a case with the script as it is in ten processes each, or fewer, and choose it if it gains."""
-        if case == DEFAULT:
+    def confirm(self, configuration: Configuration) -> None:
+        """Compare a configuration with the script as it is, in ten processes each or fewer; choose it if it gains."""
+        if configuration == DEFAULT:
             self.verdict = self._nothing()
             return
         # Their number is fixed beforehand: to stop at the first interval below 1 would confirm chance.
         for _ in range(max(FEWEST, min(FINAL, self._affordable() // 2))):
-            rows = self._measure([DEFAULT, case])
-            self.final.add(rows[case], rows[DEFAULT])
+            rows = self._measure([DEFAULT, configuration])
+            self.final.add(rows[configuration], rows[DEFAULT])
             if self.final.error:
                 break
-        self.verdict = self._objection(case)
+        self.verdict = self._objection(configuration)
         if not self.verdict:
-            self.chosen = case
-        for name in case.names:
+            self.chosen = configuration
+        for name in configuration.names:
             self.trials[name].kept = not self.verdict
             self.trials[name].why = self._in_the_last_comparison(self.trials[name])
 
-    def result(self, case: Case, comparison: Comparison) -> str:
-        """Return what a case does to the result, by the losses and by the table of candidates.
+    def result(self, configuration: Configuration, comparison: Comparison) -> str:
+        """Return what a configuration does to the result, by the losses and by the table of candidates.
 
         - The losses of the script differ from process to process: what the table says.
-        - The case has the same losses, and the table says "other maths" of none of its candidates: same bits. Other
-          maths, as another order of samples in the next epoch, need not show in the losses.
+        - The configuration has the same losses, and the table says "other maths" of none of its candidates: same bits.
+          Other maths, as another order of samples in the next epoch, need not show in the losses.
         - Otherwise: what changes more of what the losses say and what the table says.
         """
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
         measured = compare_losses(*comparison.losses) if repeatable else ""
-        declared = [self.trials[name].candidate.result for name in case.names]
+        declared = [self.trials[name].candidate.result for name in configuration.names]
         same = measured == "same bits" and "other maths" not in declared
         return measured if same else max([measured, *declared], key=SEVERITY.index)
 
@@ -262,14 +265,14 @@ class Search:
         """How long it would take to try them: in groups, each beside the script as it is, and the best ones again."""
         return 1.5 * self.untried * (1 + 1 / self._group) * self.runner.cost / 60
 
-    def _objection(self, case: Case) -> str:
-        """Why a case is not recommended after the last comparison."""
+    def _objection(self, configuration: Configuration) -> str:
+        """Why a configuration is not recommended after the last comparison."""
         if self.final.error:
-            return f"nothing is recommended: {case} failed in the last comparison: {self.final.error}"
+            return f"nothing is recommended: {configuration} failed in the last comparison: {self.final.error}"
         if not self.final.gains:
-            return f"{self._nothing()}; the last comparison did not confirm {case}"
-        if self.same_maths and self.result(case, self.final) != "same bits":
-            return f"nothing is recommended: {case} changes the losses"
+            return f"{self._nothing()}; the last comparison did not confirm {configuration}"
+        if self.same_maths and self.result(configuration, self.final) != "same bits":
+            return f"nothing is recommended: {configuration} changes the losses"
         return ""
 
     def _in_the_last_comparison(self, trial: Trial) -> str:
@@ -303,18 +306,18 @@ class Search:
     @property
     def _group(self) -> int:
         """How many are alive beside what they are compared with; all have to fit into the memory of a GPU."""
-        return 1 if self.facts is not None and self.facts.device == "cuda" else GROUP
+        return 1 if self.baseline is not None and self.baseline.device == "cuda" else GROUP
 
     def _undecided(self) -> list[Trial]:
         """Return those that need processes: first what was not tried and can save most, then the best."""
         return sorted(self._untried(), key=self._share, reverse=True) or self._rivals()
 
     def _untried(self) -> list[Trial]:
-        """Return those that have not had their turn."""
+        """Return those that no process has measured."""
         return [trial for trial in self.trials.values() if not (trial.why or trial.alone.error or trial.alone.logs)]
 
     def _rivals(self) -> list[Trial]:
-        """Return those that were tried and may still turn out the best of their kind, the best first."""
+        """Return those that were tried and may still be the best of their kind, the best first."""
         best: dict[str, Trial] = {}
         for trial in self._gaining():
             best.setdefault(trial.candidate.kind, trial)
@@ -329,7 +332,7 @@ class Search:
 
     def _best_so_far(self) -> str:
         best = next(iter(self._gaining() or self._promising()), None)
-        return f"; the best so far is {best.case}: {best.alone}" if best else ""
+        return f"; the best so far is {best.configuration}: {best.alone}" if best else ""
 
     def _gaining(self) -> list[Trial]:
         """Return those that gain, the best first."""
@@ -338,11 +341,11 @@ class Search:
 
     def _share(self, trial: Trial) -> float:
         """What a candidate can save, by what is known of the step: the largest is tried first."""
-        if self.facts is None:
+        if self.baseline is None:
             return 0.0
-        return usual_saving(trial.candidate, self.facts, self._computes_in_half or self.facts.device == "cuda")
+        return usual_saving(trial.candidate, self.baseline, self._computes_in_half or self.baseline.device == "cuda")
 
-    def _compare_without(self, whole: Case, trials: Sequence[Trial]) -> None:
+    def _compare_without(self, whole: Configuration, trials: Sequence[Trial]) -> None:
         rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in trials)])
         for trial in trials:
             without = rows[whole.without(trial.candidate.name)]
@@ -350,17 +353,17 @@ class Search:
             trial.cures = without["status"] == "ok"
 
     def _keeps_maths(self, trial: Trial) -> bool:
-        if self.same_maths and self.result(trial.case, trial.alone) != "same bits":
+        if self.same_maths and self.result(trial.configuration, trial.alone) != "same bits":
             trial.why = "failed: it changes the losses, which --same-maths refuses"
             return False
         return True
 
-    def _case(self, trials: Sequence[Trial]) -> Case:
+    def _together(self, trials: Sequence[Trial]) -> Configuration:
         names = {trial.candidate.name for trial in trials}
-        return Case(tuple(name for name in self.trials if name in names))
+        return Configuration(tuple(name for name in self.trials if name in names))
 
-    def _leave_out(self, whole: Case, kept: Sequence[Trial]) -> list[Trial]:
-        """Compare a case with itself without each of its candidates, and return those that gain nothing in it."""
+    def _leave_out(self, whole: Configuration, kept: Sequence[Trial]) -> list[Trial]:
+        """Compare a configuration with what it is without each candidate; return those that gain nothing in it."""
         for _ in range(ELIMINATION):
             for start in range(0, len(kept), self._group):
                 chunk = kept[start : start + self._group]
@@ -375,7 +378,7 @@ class Search:
         return min(2 * FINAL * 1.2 * self.runner.cost, 0.5 * self._total)
 
     def _reserve(self) -> float:
-        """Seconds of all that comes after the screening, as far as can be told from what gains so far."""
+        """Seconds of all that comes after the screening, as far as is known from what gains so far."""
         kinds = len({trial.candidate.kind for trial in self._gaining()})
         # In each round each winner is left out once, and for each group the whole is measured again.
         parts = 0 if kinds < 2 else kinds + math.ceil(kinds / self._group)
@@ -387,14 +390,14 @@ class Search:
         tried = any(trial.alone.logs or trial.alone.error for trial in self.trials.values())
         return number if tried else max(2, number)
 
-    def _measure(self, cases: Sequence[Case]) -> Rows:
-        rows = self.runner.measure(cases)
+    def _measure(self, configurations: Sequence[Configuration]) -> Rows:
+        rows = self.runner.measure(configurations)
         losses = rows.get(DEFAULT, {}).get("numbers", {}).get("losses")
         if losses and compare_losses(losses, (self._defaults or [[]])[0]) != "same bits":
             self._defaults.append(losses)
-        for case, row in rows.items():
+        for configuration, row in rows.items():
             if row["status"] == "ok":
-                self.times.setdefault(case, []).append(1e3 * _seconds(row))
+                self.times.setdefault(configuration, []).append(1e3 * _seconds(row))
         return rows
 
 

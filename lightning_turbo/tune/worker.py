@@ -83,17 +83,17 @@ def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapp
 
 def _note_warnings() -> list[str]:
     """Return a list to which each warning of this package is added that says that something has no effect."""
-    told: list[str] = []
+    messages: list[str] = []
     show = warnings.showwarning
 
     def note(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, NoEffectWarning):
-            told.append(textwrap.shorten(str(message), LINE, placeholder=" ..."))
+            messages.append(textwrap.shorten(str(message), LINE, placeholder=" ..."))
         show(message, category, *where, **more)
 
     warnings.simplefilter("always", TurboWarning)
     warnings.showwarning = note
-    return told
+    return messages
 
 
 def _why_skipped(error: BaseException, made: list[Probe]) -> str:

@@ -64,7 +64,7 @@ def repository(tmp_path):
     commit("the second")
     own: dict = {"trainer": {"limit_train_batches": 5}, "data": {"data": public.write_words}}
     where = {"repository": "owner/theirs", "commit": first, "path": "deep/train.py"}
-    return Script(**where, **own, licence="MIT", trains="nothing", arguments=("--rate", "1"))
+    return Script(**where, **own, licence="MIT", trains="nothing", setting="lean", arguments=("--rate", "1"))
 
 
 @pytest.mark.parametrize("status", [0, 2])
@@ -90,6 +90,7 @@ def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_
     assert text == "the first"
     assert command[-3:] == ["deep/train.py", "--rate", "1"]
     assert {"--confirm", "0.5"} < set(command)
+    assert command[command.index("--only") + 1] == "lean"
     assert environment["PL_TRAINER_LIMIT_TRAIN_BATCHES"] == "5"
     assert public.main([*words, "--out", str(tmp_path / "kept"), "--resume"]) == 0
     assert len(ran) == (1 if status == 0 else 2)

@@ -19,7 +19,7 @@ from lightning_turbo.doctor.facts import (
     Part,
     PartTime,
     Rank,
-    Run,
+    RunSettings,
     SchedulerFacts,
     Seen,
     Site,
@@ -30,15 +30,15 @@ from lightning_turbo.doctor.rules.rule import LEVELS
 
 SITE = Site(file="train.py", line=7)
 MIB = 2**20
-CUDA = Facts(run=Run(device="cuda:0", capability=(8, 0), tf32=True, cores=8), seen=Seen(watched=4), timed=5)
-CPU = Facts(run=Run(cores=8), seen=Seen(watched=4), timed=5)
+CUDA = Facts(run=RunSettings(device="cuda:0", capability=(8, 0), tf32=True, cores=8), seen=Seen(watched=4), timed=5)
+CPU = Facts(run=RunSettings(cores=8), seen=Seen(watched=4), timed=5)
 SLOW = {"data": 0.02, "forward": 0.08}
 LOADER = Loader(type="DataLoader", standard=True, sampler="RandomSampler", site=SITE)
 
 
 def replace(facts, **changes):
     """Facts with other values, wherever among them a field is."""
-    for name, part in (("run", Run), ("seen", Seen)):
+    for name, part in (("run", RunSettings), ("seen", Seen)):
         if isinstance(facts, Facts):
             own = {each.name: changes.pop(each.name) for each in fields(part) if each.name in changes}
             changes[name] = replace_fields(getattr(facts, name), **own)
@@ -54,7 +54,7 @@ def adam(**more):
 
 
 def cyclic(**more):
-    return (SchedulerFacts(name="CyclicLR", site=SITE, aim="its first turn", **more),)
+    return (SchedulerFacts(name="CyclicLR", site=SITE, aim="its first cycle", **more),)
 
 
 def rank(outside=0.0, **phases):

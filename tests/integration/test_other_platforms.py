@@ -90,13 +90,13 @@ if __name__ == "__main__":
 
     from lightning_turbo.cli import main
     from lightning_turbo.measure import Interrupt, Progress, describe_machine
-    from lightning_turbo.tune.evidence import DEFAULT, Case
+    from lightning_turbo.tune.evidence import DEFAULT, Configuration
     from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
 
     assert describe_machine("cpu")["memory_bytes"] is None
     with Progress() as progress:
         runner = ScriptRunner(TuneSettings(program="train.py"), {}, Interrupt(), progress, Path("scratch"))
-        rows = runner.measure([DEFAULT, Case(mode="loader")])
+        rows = runner.measure([DEFAULT, Configuration(mode="loader")])
     assert [(row["status"], len(row["rounds"])) for row in rows.values()] == [("ok", 4)] * 2, rows
     assert main(["tune", "--ranks", "2", "train.py"]) == 2
     print("all of it ran")

@@ -20,7 +20,7 @@ from lightning_turbo import GradToNone
 from lightning_turbo.cli import main
 from lightning_turbo.measure import Channel, Interrupt, Meter, Progress, SkippedError, serve
 from lightning_turbo.tune.candidates import combine, list_candidates, list_rank_candidates
-from lightning_turbo.tune.evidence import DEFAULT, Case
+from lightning_turbo.tune.evidence import DEFAULT, Configuration
 from lightning_turbo.tune.report import script_text, yaml_text
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
 from lightning_turbo.tune.worker import measure_program
@@ -282,14 +282,18 @@ def test_two_ranks_are_measured_in_turns_as_one_process_is(script, strategy, tmp
     table = {each.name: each for each in list_rank_candidates(2, 2)}
     interrupt = Interrupt()
     runner = ScriptRunner(settings, table, interrupt, Progress(), tmp_path / "scratch")
-    cases = [DEFAULT, Case(("bucket-view",)), Case(("host-signals", "static-graph", "workers-1"))]
-    rows = runner.measure(cases)
+    configurations = [
+        DEFAULT,
+        Configuration(("bucket-view",)),
+        Configuration(("host-signals", "static-graph", "workers-1")),
+    ]
+    rows = runner.measure(configurations)
     assert [row["status"] for row in rows.values()] == ["ok"] * 3, rows
     assert all(len(row["rounds"]) == 4 for row in rows.values())
     losses = [row["numbers"]["losses"] for row in rows.values()]
     assert losses[0] == losses[1] == losses[2]
     assert rows[DEFAULT]["numbers"]["facts"]["batches"] == 32, "of 64 samples, each rank has its half"
-    fails = runner.measure([Case(("fused",))]) if strategy == "devices=1" else {}
+    fails = runner.measure([Configuration(("fused",))]) if strategy == "devices=1" else {}
     assert all(row["status"] == "ok" for row in fails.values())
 
 

@@ -29,14 +29,14 @@ class Machine:
         self.windows.append(accumulate)
         self.window = accumulate
 
-    def measure(self, cases):
-        (case,) = cases  # alone: two would share the memory
-        size = case.batch_size or self.size or 8
+    def measure(self, configurations):
+        (configuration,) = configurations  # alone: two would share the memory
+        size = configuration.batch_size or self.size or 8
         self.calls.append(size)
         if len(self.calls) > self.stop:
             raise InterruptedRunError
         if size > self.fits:
-            return {case: {**new_row(), "status": "skipped", "reason": self.reason}}
+            return {configuration: {**new_row(), "status": "skipped", "reason": self.reason}}
         seconds = (self.fixed + self.each * size) * math.exp(self.luck.gauss(0.0, 0.01))
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(4)]
         row = {**new_row(), "status": "ok", "rounds": rounds, "peak_bytes": 10**6 * size}
@@ -48,7 +48,7 @@ class Machine:
         for part in rounds:
             part["seconds"] *= (self.fixed + self.each * mean) / (self.fixed + self.each * size)
             part["seconds"] += self.start / batches if self.window == batches else 0.0
-        return {case: {**row, "numbers": {"batches": self.batches, "facts": facts}}}
+        return {configuration: {**row, "numbers": {"batches": self.batches, "facts": facts}}}
 
 
 def find(**settings):
@@ -124,10 +124,10 @@ def test_processes_that_fail_leave_what_was_compared_before(lost):
     class Tight(Machine):
         """Where one size fits for its first two processes, and in the first comparison."""
 
-        def measure(self, cases):
-            row = super().measure(cases)
+        def measure(self, configurations):
+            row = super().measure(configurations)
             late = self.calls.count(lost) > (3 if lost == 8 else 2) and self.calls[-1] == lost
-            return {cases[0]: {**new_row(), "status": "failed", "reason": "killed"}} if late else row
+            return {configurations[0]: {**new_row(), "status": "failed", "reason": "killed"}} if late else row
 
     sizes = BatchSizes(Tight(fits=16))
     sizes.run()
@@ -148,7 +148,7 @@ def test_what_is_measured_when_the_time_is_over_is_told(stop):
     sizes = find(fits=64, stop=stop)
     assert len(sizes.fitting) == {1: 1, 3: 2, 9: 4}[stop]
     assert ("(the time was over)" in sizes.as_text()) == (stop < 9)
-    assert ("They were not compared in turns." in sizes.as_text()) == (stop > 1)
+    assert ("They were not compared with one another." in sizes.as_text()) == (stop > 1)
     assert "None is faster" not in sizes.as_text()
 
 
@@ -163,9 +163,9 @@ def test_a_loader_whose_batches_cannot_be_resized_is_refused_at_once():
     class Own(Machine):
         """Where the loader has a batch sampler of its own, which is found where its size is to be changed."""
 
-        def measure(self, cases):
-            self.fits = 0 if cases[0].batch_size else 8
-            return super().measure(cases)
+        def measure(self, configurations):
+            self.fits = 0 if configurations[0].batch_size else 8
+            return super().measure(configurations)
 
     machine = Own(fits=8, reason="its training loader has no BatchSampler of torch.")
     with pytest.raises(TurboError, match=r"^the batch size cannot be changed: .* no BatchSampler of torch\.$"):

@@ -2,15 +2,15 @@
 
 import pytest
 
-from lightning_turbo.tune.candidates import Facts, combine, list_candidates, usual_saving, why_not
+from lightning_turbo.tune.candidates import Baseline, combine, list_candidates, usual_saving, why_not
 
 TABLE = {each.name: each for each in list_candidates(2)}
 
 
-def facts(**changes):
+def baseline(**changes):
     given = {"step_ms": 10.0, "one_batch_ms": 10.0, "loader_ms": 0.1, "batches": 100, "num_workers": 2}
     phases = {"forward": 3e-3, "backward": 5e-3, "optimizer": 1e-3}
-    return Facts(**{**given, "phases": phases, **changes})
+    return Baseline(**{**given, "phases": phases, **changes})
 
 
 def first(found, half=True):
@@ -19,17 +19,17 @@ def first(found, half=True):
 
 
 @pytest.mark.parametrize(("found", "names"), [
-    (facts(), {"bf16-mixed", "O1", "O2"}),
-    (facts(phases={"forward": 1e-3, "backward": 1e-3, "optimizer": 8e-3}), {"fused"}),
-    (facts(loader_ms=9.0), {"prefetch", "workers-1", "workers-1-persistent"}),
-    (facts(border_ms=4000.0), {"persistent-workers", "workers-1-persistent", "workers-2-persistent"}),
+    (baseline(), {"bf16-mixed", "O1", "O2"}),
+    (baseline(phases={"forward": 1e-3, "backward": 1e-3, "optimizer": 8e-3}), {"fused"}),
+    (baseline(loader_ms=9.0), {"prefetch", "workers-1", "workers-1-persistent"}),
+    (baseline(border_ms=4000.0), {"persistent-workers", "workers-1-persistent", "workers-2-persistent"}),
 ])  # fmt: skip
 def test_what_the_script_spends_its_time_on_is_tried_first(found, names):
     assert first(found) in names
 
 
 def test_half_precision_comes_late_where_the_processor_does_not_compute_in_it():
-    assert first(facts(lacks=("cuda",)), half=False) == "channels-last"
+    assert first(baseline(lacks=("cuda",)), half=False) == "channels-last"
 
 
 @pytest.mark.parametrize(("lacks", "name", "why"), [
@@ -41,13 +41,13 @@ def test_half_precision_comes_late_where_the_processor_does_not_compute_in_it():
     ((), "pin-memory", ""),
 ])  # fmt: skip
 def test_settings_of_the_loader_need_a_reason(lacks, name, why):
-    assert why_not(TABLE[name], facts(lacks=lacks)) == why
+    assert why_not(TABLE[name], baseline(lacks=lacks)) == why
 
 
 def test_an_epoch_is_as_long_as_its_parts():
-    assert facts().epoch_ms == 1000.0
-    assert facts(border_ms=500.0, validation_ms=300.0).epoch_ms == 99 * 10.0 + 800.0
-    assert facts(batches=None).epoch_ms is None
+    assert baseline().epoch_ms == 1000.0
+    assert baseline(border_ms=500.0, validation_ms=300.0).epoch_ms == 99 * 10.0 + 800.0
+    assert baseline(batches=None).epoch_ms is None
 
 
 def test_settings_of_the_loader_go_together():

@@ -13,6 +13,7 @@ from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, machine, new_row
 from lightning_turbo.tune import command
 from lightning_turbo.tune.runner import TuneSettings
+from lightning_turbo.tune.search import FINAL
 
 
 class Still:
@@ -26,23 +27,29 @@ class Still:
         self.interrupt, self.calls = interrupt, []
         made.append(self)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
     def set_pace(self, step_seconds, accumulate):
         pass
 
-    def measure(self, cases):
-        self.calls.append([str(case) for case in cases])
+    def measure(self, configurations):
+        self.calls.append([str(configuration) for configuration in configurations])
         if len(self.calls) == self.at:
             self.interrupt.pressed = self.fault is InterruptedRunError
             raise self.fault
-        return {case: self.row(case) for case in cases}
+        return {configuration: self.row(configuration) for configuration in configurations}
 
-    def row(self, case):
-        seconds = (0.0001 if case.mode == "loader" else 0.010) * 0.8 ** len(case.names)
+    def row(self, configuration):
+        seconds = (0.0001 if configuration.mode == "loader" else 0.010) * 0.8 ** len(configuration.names)
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
         facts = {"accumulate": 1, "lacks": ["cuda", "huge pages", "new workers"], "batches": 10}
         return {**new_row(), "status": "ok", "rounds": rounds, "numbers": {"facts": facts, "losses": [1.0, 0.5]}}
 
-    def spawn(self, case):
+    def spawn(self, configuration):
         return self
 
     def listen(self, timeout, check):
@@ -77,7 +84,7 @@ def test_a_search_for_some_settings_keeps_what_was_measured_of_others(settings):
     run(settings, resume=True, only=("fused",))
     assert json.loads((settings.out / "measured.json").read_text())["alone"] == before
     run(settings, resume=True, only=("lean",))
-    assert made[-1].calls == [["default", "lean"]] * 6, "of the last comparison"
+    assert made[-1].calls == [["default", "lean"]] * FINAL, "of the last comparison"
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError])
@@ -137,10 +144,10 @@ def test_another_script_module_or_version_does_not_go_on(settings, tmp_path, mon
     assert "has another python and lightning_turbo." in refusal(settings)
 
 
-@pytest.mark.parametrize("text", ['{"of": {', "{}", "[]", '{"of": null}', '{"facts": {"odd": 1}}'])
+@pytest.mark.parametrize("text", ['{"of": {', "{}", "[]", '{"of": null}', '{"baseline": {"odd": 1}}'])
 def test_a_file_that_is_cut_off_or_of_another_format_is_refused_in_one_line(settings, text, capsys):
     settings.out.mkdir()
-    if "facts" in text:
+    if "baseline" in text:
         text = json.dumps({"of": command._origin(settings), **json.loads(text)})
     (settings.out / "measured.json").write_text(text)
     assert main(["tune", "--resume", "--only", "lean,fused", "--out", str(settings.out), "train.py"]) == 2

@@ -9,9 +9,9 @@ import yaml
 
 from lightning_turbo.measure import Interrupt, new_row
 from lightning_turbo.tune import epochs
-from lightning_turbo.tune.candidates import Facts, list_candidates, select
+from lightning_turbo.tune.candidates import Baseline, list_candidates, select
 from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
-from lightning_turbo.tune.evidence import Case, Comparison
+from lightning_turbo.tune.evidence import Comparison, Configuration
 from lightning_turbo.tune.report import as_text, describe_headroom, make_results, write_results
 from lightning_turbo.tune.search import FINAL, Search
 
@@ -27,15 +27,15 @@ class Still:
     def set_pace(self, step_seconds, accumulate):
         pass
 
-    def measure(self, cases):
-        return {case: self.row(case) for case in cases}
+    def measure(self, configurations):
+        return {configuration: self.row(configuration) for configuration in configurations}
 
-    def row(self, case):
-        seconds = {"step": 0.004, "one batch": 0.003, "loader": 0.001}[case.mode]
-        for name in case.names:
+    def row(self, configuration):
+        seconds = {"step": 0.004, "one batch": 0.003, "loader": 0.001}[configuration.mode]
+        for name in configuration.names:
             seconds *= self.factors.get(name, 1.001)
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
-        losses = [] if self.manual else [2.0, 1.5 + 0.2 * ("O1" in case.names)]
+        losses = [] if self.manual else [2.0, 1.5 + 0.2 * ("O1" in configuration.names)]
         numbers = {"facts": self.facts, "losses": losses}
         return {**new_row(), "status": "ok", "rounds": rounds, "numbers": numbers}
 
@@ -76,8 +76,8 @@ class Epochs:
     def __init__(self, *seconds):
         self.seconds, self.order = iter(seconds), []
 
-    def spawn(self, case):
-        self.order.append("with" if case.names else "without")
+    def spawn(self, configuration):
+        self.order.append("with" if configuration.names else "without")
         self.now = next(self.seconds)
         return self
 
@@ -94,7 +94,7 @@ class Epochs:
 def test_short_epochs_are_trained_in_several_pairs(monkeypatch):
     monkeypatch.setattr(epochs, "PAIRS", 5)
     runner = Epochs(4.0, 2.0, 1.0, 5.0, 6.0, 2.0, 2.0, 8.0, 6.0, 3.0)
-    found = train_epochs(runner, Case(("O1",)), 1.0, Interrupt())
+    found = train_epochs(runner, Configuration(("O1",)), 1.0, Interrupt())
     assert runner.order == ["without", "with", "with", "without"] * 2 + ["without", "with"]
     assert found["factors"] == [2.0, 5.0, 3.0, 4.0, 2.0]
     assert (found["default"]["seconds"], found["chosen"]["seconds"]) == (6.0, 2.0)
@@ -110,12 +110,12 @@ def test_short_epochs_are_trained_in_several_pairs(monkeypatch):
 ])  # fmt: skip
 def test_of_long_epochs_one_pair_is_trained(seconds, factors, error, monkeypatch):
     monkeypatch.setattr(epochs, "ENOUGH", 0.0)
-    found = train_epochs(Epochs(*seconds), Case(("O1",)), 1.0, Interrupt())
+    found = train_epochs(Epochs(*seconds), Configuration(("O1",)), 1.0, Interrupt())
     assert (found.get("factors"), found.get("error")) == (factors, error)
 
 
 def test_pairs_that_are_whole_count_where_a_later_one_fails():
-    assert train_epochs(Epochs(4.0, 2.0, 1.0, None), Case(("O1",)), 1.0, Interrupt())["factors"] == [2.0]
+    assert train_epochs(Epochs(4.0, 2.0, 1.0, None), Configuration(("O1",)), 1.0, Interrupt())["factors"] == [2.0]
 
 
 def test_an_epoch_and_the_fit_are_told_where_their_length_is_known():
@@ -231,8 +231,8 @@ AHEAD = "loading ahead can make it {} times as fast at most"
     ((0.2, 90.0), 0, "0.200 ms, and the loader alone 90.0 ms a batch: loading takes nearly all of the time"),
 ])  # fmt: skip
 def test_the_headroom_in_a_sentence(times, workers, sentence):
-    facts = Facts(step_ms=64.0, one_batch_ms=times[0], loader_ms=times[1], num_workers=workers)
-    assert describe_headroom(facts) == f"Your step takes 64.0 ms, with one batch again and again {sentence}."
+    baseline = Baseline(step_ms=64.0, one_batch_ms=times[0], loader_ms=times[1], num_workers=workers)
+    assert describe_headroom(baseline) == f"Your step takes 64.0 ms, with one batch again and again {sentence}."
 
 
 def test_without_matplotlib_there_is_no_picture_and_none_is_promised(tmp_path, monkeypatch):

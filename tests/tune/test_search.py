@@ -8,8 +8,8 @@ import pytest
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, new_row
-from lightning_turbo.tune.candidates import Facts, list_candidates, select, why_not
-from lightning_turbo.tune.evidence import Case, compare_losses
+from lightning_turbo.tune.candidates import Baseline, list_candidates, select, why_not
+from lightning_turbo.tune.evidence import Configuration, compare_losses
 from lightning_turbo.tune.search import FINAL, Search
 
 NOT_HERE = ("cuda", "huge pages", "new workers")
@@ -26,7 +26,7 @@ PARTS = ("channels-last", "no-bias", "fused", "threads-1")
 
 
 class Machine:
-    """Measures cases without running anything.
+    """Measures configurations without running anything.
 
     Args:
         factors: What each setting multiplies a step's time with; a pair, what both together do besides.
@@ -52,32 +52,34 @@ class Machine:
     def set_pace(self, step_seconds, accumulate):
         self.pace = (step_seconds, accumulate)
 
-    def seconds(self, case):
-        if case.mode != "step":
-            return self.times[1 + (case.mode == "loader")]
+    def seconds(self, configuration):
+        if configuration.mode != "step":
+            return self.times[1 + (configuration.mode == "loader")]
         seconds = self.times[0]
-        for name in case.names:
+        for name in configuration.names:
             seconds *= self.factors.get(name, 1.0)
         for pair, factor in self.factors.items():
-            if isinstance(pair, tuple) and set(pair) <= set(case.names):
+            if isinstance(pair, tuple) and set(pair) <= set(configuration.names):
                 seconds *= factor
         return seconds * math.exp(self.draw.gauss(0.0, self.noise))
 
-    def measure(self, cases):
-        assert len(set(cases)) == len(cases)
-        self.calls.append(list(cases))
-        self.left -= self.cost * len(cases)
+    def measure(self, configurations):
+        assert len(set(configurations)) == len(configurations)
+        self.calls.append(list(configurations))
+        self.left -= self.cost * len(configurations)
         if self.left < 0 or len(self.calls) > self.stop:
             raise InterruptedRunError
-        return {case: self.row(case) for case in cases}
+        return {configuration: self.row(configuration) for configuration in configurations}
 
-    def row(self, case):
+    def row(self, configuration):
         row = new_row()
-        if broken := [name for name in case.names if name in self.fails]:
+        if broken := [name for name in configuration.names if name in self.fails]:
             status, reason = self.fails[broken[0]]
             return {**row, "status": status, "reason": reason}
-        row["rounds"] = [{"sweep": n, "process": 0, "seconds": self.seconds(case), "steps": 1} for n in range(3)]
-        change = sum(self.changed.get(name, 0.0) for name in case.names)
+        row["rounds"] = [
+            {"sweep": n, "process": 0, "seconds": self.seconds(configuration), "steps": 1} for n in range(3)
+        ]
+        change = sum(self.changed.get(name, 0.0) for name in configuration.names)
         row["numbers"] = {"facts": self.facts, "losses": [1.0 + change, 0.5 + change]}
         return {**row, "status": "ok"}
 
@@ -138,11 +140,13 @@ EVERYTHING = {"lean", "compile", *PRECISION, *PARTS, "release-gradients"}
 def test_what_the_headroom_rules_out_is_not_tried_and_says_so(step, lacks, tried):
     machine = Machine({}, step=step, facts={"lacks": (*NOT_HERE, *lacks)})
     made = search(machine)
-    assert {name for cases in machine.calls[2:] for case in cases for name in case.names} == tried
+    assert {
+        name for configurations in machine.calls[2:] for configuration in configurations for name in configuration.names
+    } == tried
     for name, trial in made.trials.items():
         assert trial.why.startswith("not tried because ") == (name not in tried), (name, trial.why)
     assert made.trials["tf32"].why == "not tried because it needs a CUDA device"
-    if made.facts.loading > 0.5:
+    if made.baseline.loading > 0.5:
         assert made.trials["pack"].why == "not tried because packing was not timed"
         assert "no random transform of MONAI or torchvision" in made.trials["augment-batches"].why
     if "float32 weights" in lacks:
@@ -151,11 +155,11 @@ def test_what_the_headroom_rules_out_is_not_tried_and_says_so(step, lacks, tried
 
 def test_workers_as_many_as_the_loader_has_are_tried_where_they_stay_or_threads_change():
     table = list_candidates(8)
-    facts = Facts(step_ms=10.0, one_batch_ms=5.0, loader_ms=9.0, num_workers=8, batches=20)
+    baseline = Baseline(step_ms=10.0, one_batch_ms=5.0, loader_ms=9.0, num_workers=8, batches=20)
     for name, reason in {"workers-8": "the loader has as many", "workers-8-persistent": "", "workers-8-omp-4": "",
                          "workers-4": ""}.items():  # fmt: skip
         (candidate,) = select(table, [name])
-        assert why_not(candidate, facts) == reason, name
+        assert why_not(candidate, baseline) == reason, name
 
 
 ENDS = ("kept: ", "no gain", "undecided because ", "no better than ", "failed: ", "not tried because ")
@@ -226,7 +230,7 @@ def test_of_one_process_each_lightnings_own_is_confirmed_if_it_gains_half_as_muc
 def test_fewer_processes_share_a_gpu(device, most):
     machine = Machine({"fused": 0.8, "O1": 0.7, "no-bias": 0.9}, facts={"device": device})
     assert search(machine).chosen.names == ("no-bias", "fused", "O1")
-    assert max(len(cases) for cases in machine.calls[2:]) == most
+    assert max(len(configurations) for configurations in machine.calls[2:]) == most
 
 
 def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
@@ -242,8 +246,10 @@ def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
 
 def test_where_the_time_is_short_what_was_not_tried_is_no_proof_that_nothing_helps():
     class Lucky(Machine):
-        def seconds(self, case):
-            return super().seconds(case) * (0.8 if case.names == ("channels-last",) and len(self.calls) == 3 else 1.0)
+        def seconds(self, configuration):
+            return super().seconds(configuration) * (
+                0.8 if configuration.names == ("channels-last",) and len(self.calls) == 3 else 1.0
+            )
 
     made = search(Lucky({"channels-last": 1.05}, noise=0.01, cost=8.0, seconds=150.0))
     assert made.verdict.startswith("nothing is recommended: 6 of 27 settings were not tried, for want of time; ")
@@ -261,7 +267,7 @@ def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tr
 def test_what_can_save_most_is_tried_first(one_batch, first):
     machine = Machine({}, step=(0.010, one_batch, 0.010 - one_batch))
     search(machine)
-    assert machine.calls[2][1] == Case((first,))
+    assert machine.calls[2][1] == Configuration((first,))
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 15])
@@ -274,7 +280,7 @@ def test_ctrl_c_keeps_what_was_measured(stop):
     assert ended == "nothing is recommended: the search was ended before the last comparison"
     assert best.startswith("channels-last: 1.4") == (stop > 2)
     assert not any("the time" in trial.why for trial in made.trials.values())
-    assert (made.facts is not None) == (stop > 1)
+    assert (made.baseline is not None) == (stop > 1)
     assert sum(bool(trial.alone.logs) for trial in made.trials.values()) >= 4 * (stop > 2)
     assert all(trial.why for trial in made.trials.values())
 
@@ -297,10 +303,10 @@ def test_a_setting_that_fails_is_not_counted_as_untried():
 @pytest.mark.parametrize("cost", [2.0, 20.0])  # with the long processes one round is all that there is time for
 def test_settings_that_fail_together_are_taken_apart(cost, status):
     class Picky(Machine):
-        def row(self, case):
-            if {"lean", "fused"} <= set(case.names):
+        def row(self, configuration):
+            if {"lean", "fused"} <= set(configuration.names):
                 return {**new_row(), "status": status, "reason": "not both."}
-            return super().row(case)
+            return super().row(configuration)
 
     made = search(Picky({"lean": 0.7, "fused": 0.8}, noise=0.01, cost=cost), ("lean", "fused"))
     assert made.chosen.names == ("lean",)
@@ -316,10 +322,10 @@ def test_settings_that_fail_together_are_taken_apart(cost, status):
 ])  # fmt: skip
 def test_what_fails_together_is_left_out_and_what_is_beside_it_stays(groups, chosen, device):
     class Picky(Machine):
-        def row(self, case):
-            if any(group <= set(case.names) for group in groups):
+        def row(self, configuration):
+            if any(group <= set(configuration.names) for group in groups):
                 return {**new_row(), "status": "failed", "reason": "not together"}
-            return super().row(case)
+            return super().row(configuration)
 
     factors = {"no-bias": 0.9, "channels-last": 0.7, "fused": 0.5}
     if "O1" in chosen:
@@ -332,19 +338,19 @@ def test_what_fails_together_is_left_out_and_what_is_beside_it_stays(groups, cho
 
 def test_a_script_of_which_three_do_not_fit_at_once_is_measured_alone():
     class Small(Machine):
-        def measure(self, cases):
-            rows = super().measure(cases)
+        def measure(self, configurations):
+            rows = super().measure(configurations)
             full = {**new_row(), "status": "skipped", "reason": "out of memory"}
-            return rows if len(self.calls) != 2 else {**rows, Case(): full}
+            return rows if len(self.calls) != 2 else {**rows, Configuration(): full}
 
     made = search(Small({"lean": 0.7}, noise=0.01))
-    assert made.facts.step_ms == pytest.approx(10.0, rel=0.1)
+    assert made.baseline.step_ms == pytest.approx(10.0, rel=0.1)
     assert made.chosen.names == ("lean",)
 
 
 def test_a_script_that_cannot_be_measured_is_refused():
     machine = Machine({})
-    machine.row = lambda case: {**new_row(), "status": "skipped", "reason": "it made no Trainer"}
+    machine.row = lambda configuration: {**new_row(), "status": "skipped", "reason": "it made no Trainer"}
     with pytest.raises(TurboError, match="the script cannot be measured: it made no Trainer"):
         search(machine)
     assert len(machine.calls) == 1
@@ -367,7 +373,9 @@ def test_a_second_search_goes_on_where_the_first_one_ended():
     second = Search(list_candidates(2), machine)
     second.restore(json.loads(json.dumps(first.state())))
     second.run()
-    assert not any(case.mode != "step" for cases in machine.calls for case in cases), "the headroom is known"
+    assert not any(
+        configuration.mode != "step" for configurations in machine.calls for configuration in configurations
+    ), "the headroom is known"
     assert second.chosen.names[0] == "lean"
     for name, trial in first.trials.items():
         assert second.trials[name].alone.logs[: len(trial.alone.logs)] == trial.alone.logs
