@@ -7,7 +7,7 @@
 - ``work``, ``peers``: the networks, data and loops that cases share; other libraries' loops and loaders.
 - ``runner``, ``worker``: the one runner, whose processes take turns, and the inside of such a process.
 - ``report``, ``figures``: the one report, and its medians and ratios.
-- ``resume``, ``gain``: samples that a stop repeats or loses, and the README's picture.
+- ``resume``, ``stops``, ``charts``: samples that a stop repeats or loses, and pictures of the stored pages.
 - ``answers``, ``public``: what ``tune`` finds of scripts whose answer is known, and of public ones; ``offline`` runs
   these without network, ``words`` writes a text for one.
 """
