@@ -71,7 +71,7 @@ ANSWERS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, tune, and return 1 where an answer was not found."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks answers", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks answers", description=str(__doc__).splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="of each run (default: 2)")
     parser.add_argument("--runs", type=int, default=1, help="of each script (default: 1)")
     parser.add_argument("--page", type=Path, help="write the table to this file, too")

@@ -94,12 +94,14 @@ class ForkServer:
         number = next(self._numbers)
         try:
             socket.send_fds(self._orders, [json.dumps({"number": number, **order}).encode()], files)
-            # Ctrl-C may have left the answer to an earlier order.
-            while (message := self._orders.recv(MESSAGE)) and (answer := json.loads(message))["number"] != number:
-                pass
+            while message := self._orders.recv(MESSAGE):
+                answer = json.loads(message)
+                # Ctrl-C may have left the answer to an earlier order.
+                if answer["number"] == number:
+                    return answer
         except OSError:
-            return {}
-        return answer if message else {}
+            pass
+        return {}
 
     def close(self) -> None:
         """End the server; its copies go on."""
