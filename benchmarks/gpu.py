@@ -1,7 +1,8 @@
 """The suite ``gpu``: all that is to be known of one GPU, in order of value, so that a run that ends early is of use.
 
-``python -m benchmarks gpu --minutes 27`` fills half an hour, and goes on with ``--resume``. On a CPU every network and
-batch is tiny, and the numbers say nothing but that the cases run.
+``python -m benchmarks gpu --minutes 27`` fills half an hour, and goes on with ``--resume``; with ten minutes or less,
+as ``--minutes 6``, the most telling rows are measured, one group for each part of the package. On a CPU every network
+and batch is tiny, and the numbers say nothing but that the cases run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import overhead
-from benchmarks.loaders import Pillow, forever, make_loader, make_photos
+from benchmarks import groups, lengths, loading, overhead, patches
+from benchmarks.loaders import Pillow, dali_photos, dynamic_photos, forever, make_loader, make_photos
 from benchmarks.memory import memory
 from benchmarks.precision import autocast, half_inputs, plain_o2
 from benchmarks.suite import Case, Meter, SkippedError, Suite
@@ -313,6 +314,47 @@ def _feed(meter: Meter, folder: Path, feed: str) -> Iterable[Any]:
     return make_loader(Pillow(root, size, raw=feed == "timm"), 2, feed, meter.device)
 
 
+def handed(meter: Meter, *, by: str) -> dict[str, float]:
+    """Batches of many small tensors from two worker processes, pinned, and copied to the device."""
+    there: dict[str, Any] = {"device": meter.device, "non_blocking": True}
+    options: dict[str, Any] = {"num_workers": 2, "collate_fn": list, "pin_memory": meter.device.type == "cuda"}
+    for batch in loading.LOADERS[by](loading.Fields(), 16, shuffle=True, **options):
+        moved = [{name: field.to(**there) for name, field in sample.items()} for sample in batch]
+        if not meter.step(samples=len(moved)):
+            break
+    return {}
+
+
+def volumes(meter: Meter, *, by: str) -> dict[str, float]:
+    """A 3D UNet in bfloat16 on patches of scans: by our ``PatchDataset``, or MONAI's ``CacheDataset`` and crop."""
+    meter.quick |= meter.device.type == "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        files = patches.write_scans(meter, Path(folder))
+        data, collate = patches.MAKERS[by](meter, Path(folder), files)
+        batch = 4 if by == "packed" else 1  # MONAI's crop makes four patches of one scan
+        loader = DataLoader(data, batch, shuffle=True, num_workers=2, collate_fn=collate, persistent_workers=True)
+        move = partial(torch.Tensor.to, device=meter.device, non_blocking=True)
+        batches = (
+            (move(each["image"], dtype=torch.float32), move(each["label"][:, 0], dtype=torch.long))
+            for each in forever(loader)
+        )
+        net = _UNet(4 if meter.quick else 32).to(meter.device)
+        forward = partial(torch.autocast, meter.device.type, torch.bfloat16)
+        return plain_loop(meter, net, batches, sgd(net.parameters(), fused=True), forward=forward)
+
+
+def stopped(meter: Meter, *, ours: bool) -> dict[str, float]:
+    """What a run on the device sees twice and never that is stopped twice and goes on with other worker processes."""
+    from examples.demo.stops import run
+
+    warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # of the stock run, on purpose
+    with tempfile.TemporaryDirectory() as folder:
+        counted = run(Path(folder), ours=ours, accelerator="gpu" if meter.device.type == "cuda" else "cpu")
+    while meter.step():
+        time.sleep(0.01)  # a step of nothing: what counts are the samples
+    return {name: float(count) for name, count in counted.items()}
+
+
 def program(meter: Meter, *, name: str) -> dict[str, Any]:
     """Run the tests that need a GPU, or ``tune`` or ``doctor`` on an example, and return what it found."""
     with tempfile.TemporaryDirectory() as folder:
@@ -455,11 +497,36 @@ FEEDS = [
     ("feed: DALILoader, photographs", {"feed": "dali"}, "ours"),
     ("feed: timm's PrefetchLoader, photographs", {"feed": "timm"}, "peer"),
 ]
+# What each part of the package brings, in few cases: name, run, arguments, base, kind, distributions that it needs.
+Parts = list[tuple[str, Callable[..., Any], dict[str, Any], str, str, tuple[str, ...]]]
+SMALL_TENSORS, ONE_EACH, SHUFFLED = "small tensors: DataLoader", "AdamW, fused: 465 groups", "texts: shuffled"
+FORKSERVER, SCANS, PHOTOS = "forkserver: DataLoader", "scans: MONAI's CacheDataset", "DALI: pipeline"
+STOCK = "two stops: stock Lightning"
+START: dict[str, Any] = {"method": "forkserver", "files": 40_000}
+FUSED: dict[str, Any] = {"optimizer": "AdamW", "fused": True}
+PARTS: Parts = [
+    (SMALL_TENSORS, handed, {"by": "DataLoader"}, SMALL_TENSORS, "torch", ()),
+    ("small tensors: PrefetchLoader", handed, {"by": "PrefetchLoader"}, SMALL_TENSORS, "ours", ()),
+    (FORKSERVER, loading.start, {"by": "DataLoader", **START}, FORKSERVER, "torch", ()),
+    ("forkserver: PrefetchLoader", loading.start, {"by": "PrefetchLoader", **START}, FORKSERVER, "ours", ()),
+    (ONE_EACH, groups.step, FUSED, ONE_EACH, "torch", ()),
+    ("AdamW, fused: merged", groups.step, {"merged": True, **FUSED}, ONE_EACH, "ours", ()),
+    (STOCK, stopped, {"ours": False}, STOCK, "torch", ()),
+    ("two stops: ExactResume", stopped, {"ours": True}, STOCK, "ours", ()),
+    (SCANS, volumes, {"by": "cached"}, SCANS, "peer", ("monai", "nibabel")),
+    ("scans: PatchDataset", volumes, {"by": "packed"}, SCANS, "ours", ("nibabel",)),
+    (SHUFFLED, lengths.epochs, {"order": "shuffled", "texts": 128}, SHUFFLED, "torch", ()),
+    ("texts: LengthBatchSampler", lengths.epochs, {"order": "LengthBatchSampler(batch_size=)", "texts": 128}, SHUFFLED,
+     "ours", ()),
+    (PHOTOS, dali_photos, {"uint8": False}, PHOTOS, "ours", ()),
+    ("DALI: dynamic mode", dynamic_photos, {}, PHOTOS, "ours", ()),
+]  # fmt: skip
 TOYS: list[tuple[str, dict[str, Any], str]] = [
     (TOY, {}, "torch"),
     ("toy step: Lightning", {}, "torch"),
     ("toy step: ApexAMP O1", {"amp": {"opt_level": "O1", "dtype": "bf16"}}, "ours"),
     ("toy step: strategy turbo, lean", {"turbo": LEAN}, "ours"),
+    ("toy step: Preemption", {"callback": "Preemption"}, "ours"),
 ]
 LEVELS: list[tuple[str, dict[str, Any], str]] = [
     (EVEN, {}, "torch"),
@@ -468,11 +535,17 @@ LEVELS: list[tuple[str, dict[str, Any], str]] = [
 ]
 PROGRAMS = {"tests": "the tests that need a GPU", "tune": "tune on the toy example", "doctor": "doctor on it"}
 FIRST, *OTHERS = TASKS
+TELLING = (
+    *(name for name, *_ in PARTS), *(name for name, *_ in TOYS),
+    *(f"{FIRST}: {name}" for name in (FLOAT, AUTO, BY_HAND, MIXED, "O1, bf16", "O2, bf16")),
+    *(f"3D UNet, 4 x 96^3: {name}" for name in (FLOAT, AUTO, BY_HAND, MIXED, "O2, bf16")),
+)  # fmt: skip
 SUITE = Suite(
     name="gpu",
     about="One GPU: what Lightning and this package add to a loop written by hand, in the same configuration.",
     cases=[
         *_training(FIRST),
+        *(Case(name=n, run=run, config=c, base=b, kind=k, needs=needs) for n, run, c, b, k, needs in PARTS),
         *(Case(name=n, run=watched, config={"what": "fed", **c}, base=SYNTHETIC, kind=k) for n, c, k in FEEDS),
         *(case for task in OTHERS[:2] for case in _training(task)),
         *(
@@ -486,6 +559,7 @@ SUITE = Suite(
         *(Case(name=n, run=memory, config={"kind": "even", **c}, base=EVEN, kind=k) for n, c, k in LEVELS),
     ],
     quick=(TOY, "toy step: strategy turbo, lean"),
+    telling=TELLING,
     steps=1,
     rounds=9,
     warmup=10,

@@ -83,13 +83,13 @@ class _Net(nn.Module):
         return self.head(found.masked_fill(padding[..., None], 0).sum(1))
 
 
-def _epochs(meter: Meter, order: str) -> dict[str, float]:
+def epochs(meter: Meter, order: str, texts: int = 967) -> dict[str, float]:
     """Train whole epochs, each a step; return the share of elements that are padding, and the batches of an epoch."""
-    lengths = count_words(128 if meter.quick else 967)
-    texts = [torch.randint(1, WORDS, (length,)) for length in lengths]
+    lengths = count_words(128 if meter.quick else texts)
+    data = [torch.randint(1, WORDS, (length,)) for length in lengths]
     pad = nn.utils.rnn.pad_sequence
     loader = DataLoader(
-        texts,  # pyright: ignore[reportArgumentType]
+        data,  # pyright: ignore[reportArgumentType]
         batch_sampler=ORDERS[order](lengths),
         collate_fn=lambda samples: pad(samples, batch_first=True),
     )
@@ -113,7 +113,7 @@ def _epochs(meter: Meter, order: str) -> dict[str, float]:
 CASES = [
     Case(
         name=name,
-        run=_epochs,
+        run=epochs,
         config={"order": name},
         kind={"shuffled": "torch", "sorted within chunks": "peer"}.get(name, "ours"),
         against=("sorted within chunks",) if name.startswith("Length") else (),

@@ -119,9 +119,9 @@ def large(meter: Meter, *, by: str) -> dict[str, float]:
     return _drain(meter, LOADERS[by](Images(), BATCH, **settings), BATCH)
 
 
-def start(meter: Meter, *, by: str, method: str, persistent: bool = False) -> dict[str, float]:
-    """The first batch of an epoch: two processes over a list of 400,000 files; of the first epoch beside it."""
-    data = Files(20_000 if meter.quick else 400_000)
+def start(meter: Meter, *, by: str, method: str, persistent: bool = False, files: int = 400_000) -> dict[str, float]:
+    """The first batch of an epoch: two processes over a list of files; of the first epoch beside it."""
+    data = Files(20_000 if meter.quick else files)
     settings = {"num_workers": WORKERS, "multiprocessing_context": method, "persistent_workers": persistent}
     loader = LOADERS[by](data, BATCH, **settings)
     began, first = time.perf_counter(), 0.0

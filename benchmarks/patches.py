@@ -26,7 +26,7 @@ KEYS = {"image": "volumes", "label": "labels"}
 Files = list[dict[str, str]]
 
 
-def _write_scans(meter: Meter, folder: Path) -> Files:
+def write_scans(meter: Meter, folder: Path) -> Files:
     """Smooth volumes with noise, as int16, of slightly different sizes, and a label volume with a ball for each."""
     import nibabel
 
@@ -92,7 +92,7 @@ MAKERS = {"packed": _packed, "compressed": _compressed, "persistent": _persisten
 def loaded(meter: Meter, *, by: str) -> dict[str, float]:
     """Batches of four patches by a DataLoader with one worker; of MONAI's those of one scan, as its crop makes them."""
     with tempfile.TemporaryDirectory() as name:
-        data, collate = MAKERS[by](meter, Path(name), _write_scans(meter, Path(name)))
+        data, collate = MAKERS[by](meter, Path(name), write_scans(meter, Path(name)))
         size = PER_SCAN if isinstance(data, PatchDataset) else 1
         sampler = RandomSampler(data, num_samples=10**9)  # one epoch follows the other as if they were one
         loader = DataLoader(data, size, sampler=sampler, num_workers=1, collate_fn=collate)
@@ -109,7 +109,7 @@ def torchio_queue(meter: Meter) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         subjects = [
             torchio.Subject(image=torchio.ScalarImage(each["image"]), label=torchio.LabelMap(each["label"]))
-            for each in _write_scans(meter, Path(name))
+            for each in write_scans(meter, Path(name))
         ]
         sampler = torchio.LabelSampler(_patch(meter), "label", {0: 1, 1: 1})
         dataset = torchio.SubjectsDataset(subjects * 1000)
@@ -124,7 +124,7 @@ def read(meter: Meter, *, by: str) -> dict[str, float]:
     """Single patches of image and label, read in this process."""
     times = []
     with tempfile.TemporaryDirectory() as name:
-        data, _ = MAKERS[by](meter, Path(name), _write_scans(meter, Path(name)))
+        data, _ = MAKERS[by](meter, Path(name), write_scans(meter, Path(name)))
         for index in forever(range(len(data))):
             start = time.perf_counter()
             data[index]
@@ -168,7 +168,7 @@ def memory(meter: Meter, *, by: str) -> dict[str, float]:
     """What two ranks with two workers each hold together, each with a dataset of its own, as under DDP."""
     context = torch.multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        files = _write_scans(meter, Path(name))
+        files = write_scans(meter, Path(name))
 
         def make() -> Any:
             return MAKERS[by](meter, Path(name), files)[0]

@@ -90,6 +90,8 @@ class Settings:
 
     def chosen(self, suite: Suite) -> list[str]:
         """Return the names of the cases of a suite to run: those asked for, and what these are divided by."""
+        if not self.only and not self.quick and suite.telling and (self.minutes or math.inf) <= suite.telling_minutes:
+            return [name for name in suite.known if name in suite.telling]
         if not self.only:
             return [name for name in suite.known if not self.quick or name in suite.quick]
         named = {name for name in suite.known for only in self.only if fnmatchcase(name.lower(), only.lower())}

@@ -116,6 +116,8 @@ class Suite:
         cases: The first is the baseline of all that name no other ``base``.
         aims: What the report checks.
         quick: Names of the few cases that ``--quick`` runs: each start of a process takes seconds.
+        telling: Names of the cases that are measured where ``--minutes`` is at most ``telling_minutes``; none: all.
+        telling_minutes: Up to which time not all cases are measured.
         steps: Of a round, which should last a tenth of a second or more.
         rounds: Of each case.
         warmup: Steps before the first round, not measured.
@@ -139,6 +141,8 @@ class Suite:
     cases: Sequence[Case]
     aims: Sequence[Aim] = ()
     quick: tuple[str, ...] = ()
+    telling: tuple[str, ...] = ()
+    telling_minutes: float = 10.0
     steps: int = 10
     rounds: int = 15
     warmup: int = 5
@@ -155,7 +159,7 @@ class Suite:
         self.known = {case.name: case for case in self.cases}
         if len(self.known) != len(self.cases):
             raise ValueError(f"suite {self.name!r}: expected a name of its own for each of its {len(self.cases)} cases")
-        for one, other in [*self.pairs(), *((name, name) for name in self.quick)]:
+        for one, other in [*self.pairs(), *((name, name) for name in (*self.quick, *self.telling))]:
             if missing := {one, other} - set(self.known):
                 raise ValueError(f"suite {self.name!r}: {one!r} refers to {missing}; its cases are {list(self.known)}")
 

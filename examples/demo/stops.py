@@ -48,7 +48,7 @@ class _Save(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def run(out: Path, ours: bool) -> dict[str, int]:
+def run(out: Path, ours: bool, accelerator: str = "cpu") -> dict[str, int]:
     """Train one epoch in three lives, and return how many samples were seen twice or more, and never."""
     seen: Counter[int] = Counter()
     path = out / f"stop-{'ours' if ours else 'stock'}.ckpt"
@@ -56,7 +56,7 @@ def run(out: Path, ours: bool) -> dict[str, int]:
         seed_everything(0, verbose=False)
         callbacks: list[Any] = [ExactResume(), Prefetch()] if ours else []
         trainer = Trainer(
-            accelerator="cpu", max_epochs=1, max_steps=-1 if steps is None else steps, logger=False,
+            accelerator=accelerator, max_epochs=1, max_steps=-1 if steps is None else steps, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[*callbacks, _Save(steps, path)],
         )  # fmt: skip

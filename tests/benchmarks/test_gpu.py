@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import TASKS, Watch, count_kernels, kernels_of, watched
+from benchmarks.gpu import TASKS, TELLING, Watch, count_kernels, kernels_of, watched
+from benchmarks.runner import Settings
 from benchmarks.suite import Meter, SkippedError, load_suite
 
 
@@ -91,4 +92,33 @@ def test_what_needs_a_gpu_says_so():
 def test_rows_are_in_the_order_of_their_worth():
     suite = load_suite("gpu")
     assert suite.groups()[0] == [name for name in suite.known if name.startswith("ResNet-50, batch 128: ")]
-    assert len(suite.groups()) == len(TASKS) + 3 + 3, "of the tasks; feeds, a toy step, memory; three programs"
+    assert len(suite.groups()) == len(TASKS) + 7 + 3 + 3, "of the tasks; parts; feeds, a toy step, memory; programs"
+
+
+def test_six_minutes_measure_the_telling_rows():
+    suite = load_suite("gpu")
+    short, long = Settings(suite="gpu", minutes=6), Settings(suite="gpu", minutes=27)
+    assert long.chosen(suite) == list(suite.known)
+    chosen = short.chosen(suite)
+    assert sorted(chosen) == sorted(TELLING)
+    assert {suite.base(name) for name in chosen} <= set(chosen), "each beside what it is divided by"
+    assert len(chosen) <= 36, "ten seconds each"
+    assert short.chosen(load_suite("groups")) == list(load_suite("groups").known)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "small tensors: PrefetchLoader", "AdamW, fused: merged", "two stops: ExactResume",
+        "texts: LengthBatchSampler", *(pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver: PrefetchLoader", "scans: PatchDataset")),
+    ],
+)  # fmt: skip
+def test_a_part_runs_in_its_smallest_form(name, monkeypatch):
+    meter, events = meter_of(steps=1)
+    case = load_suite("gpu").known[name]
+    for package in case.needs:
+        pytest.importorskip(package)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    numbers = case.run(meter, **case.config)
+    assert events[-1]["event"] == "round"
+    assert not {"twice", "never"} & set(numbers) or numbers["twice"] + numbers["never"] == 0
