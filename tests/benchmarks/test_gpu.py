@@ -106,13 +106,21 @@ def test_six_minutes_measure_the_telling_rows():
     assert short.chosen(load_suite("groups")) == list(load_suite("groups").known)
 
 
+SLOW_PARTS = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver: PrefetchLoader", "scans: PatchDataset")
+]
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "small tensors: PrefetchLoader", "AdamW, fused: merged", "two stops: ExactResume",
-        "texts: LengthBatchSampler", *(pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver: PrefetchLoader", "scans: PatchDataset")),
+        "small tensors: PrefetchLoader",
+        "AdamW, fused: merged",
+        "two stops: ExactResume",
+        "texts: LengthBatchSampler",
+        *SLOW_PARTS,
     ],
-)  # fmt: skip
+)
 def test_a_part_runs_in_its_smallest_form(name, monkeypatch):
     meter, events = meter_of(steps=1)
     case = load_suite("gpu").known[name]
