@@ -216,6 +216,7 @@ class GeneratorWatch:
     def __exit__(self, *error: object) -> None:
         if self._is_tracing:
             sys.settrace(None)
+        self._traces.clear()  # they refer to this object
         self._look()
         if self._names:
             names = sorted(self._names, key=NAMES.index)
@@ -248,7 +249,7 @@ class GeneratorWatch:
             if self._left < 0 or len(self._names) == len(self._before):
                 sys.settrace(None)
                 return None
-            return trace
+            return frame.f_trace  # this function, which would be in a cycle of references if it named itself
 
         return trace
 
@@ -259,7 +260,7 @@ class GeneratorWatch:
 class _Snapshot:
     """The states of the global RNGs when it is made, which are compared with those of now in microseconds."""
 
-    MT19937_BYTES = 625 * 4  # 624 numbers, and the place among them
+    MT19937 = ctypes.c_char * (625 * 4)  # 624 numbers, and the place among them
 
     def __init__(self) -> None:
         self._torch = torch_state()
@@ -269,7 +270,7 @@ class _Snapshot:
         generator = np.random.rand.__self__._bit_generator
         is_known = type(generator) is np.random.MT19937
         address = generator.ctypes.state_address if is_known else 0
-        self._memory = (ctypes.c_char * self.MT19937_BYTES).from_address(address) if is_known else None
+        self._memory = self.MT19937.from_address(address) if is_known else None
         self._numpy = self._read_numpy()
 
     def _read_numpy(self) -> bytes:

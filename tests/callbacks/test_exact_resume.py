@@ -51,8 +51,10 @@ def fit(*callbacks, loaders=(), ckpt=None, **settings):
     return net, trainer
 
 
-@pytest.mark.parametrize("settings", [{}, {"val_check_interval": 1}, {"check_val_every_n_epoch": 2}], ids=str)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("settings", "workers"), [
+    ({}, 0), ({"val_check_interval": 1}, 0), ({"check_val_every_n_epoch": 2}, 0), ({"check_val_every_n_epoch": 2}, 1),
+    pytest.param({}, 1, marks=pytest.mark.slow), pytest.param({"val_check_interval": 1}, 1, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_seeds_of_validation_samples_follow_from_the_epoch_after_a_resume_too(workers, settings, tmp_path):
     def loaders():
         return [DataLoader(Rows(8, noisy), 4, num_workers=workers) for _ in range(2)]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
 from tests.data.samples import seeded
-from tests.integration.noting import Save
+from tests.integration.noting import Save, matrix
 from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
@@ -153,14 +153,12 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("fails", PLACES, ids=lambda fails: fails[0])
+@matrix(("how", "fails"), list(HOW), PLACES)
 def test_an_error_in_a_validation_at_an_epochs_end(how, fails, tmp_path):
     check("shuffled", tmp_path, how, *fails)
 
 
-@pytest.mark.parametrize("kind", VALIDATION)
-@pytest.mark.parametrize("fails", [PLACES[1], PLACES[2], PLACES[5]], ids=lambda fails: fails[0])
+@matrix(("kind", "fails"), list(VALIDATION), [PLACES[1], PLACES[2], PLACES[5]])
 def test_an_error_in_a_validation_in_the_middle_of_an_epoch(kind, fails, tmp_path):
     check(kind, tmp_path, "turbo", *fails, val_check_interval=2)
 
@@ -191,11 +189,13 @@ def test_the_validation_is_made_after_an_epoch_of_other_batches(batch_size, tmp_
     assert trainer.global_step == BATCHES + len(rest.trained)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "whose dataset draws"])
-@pytest.mark.parametrize("how", ["turbo", "prefetch"])
-@pytest.mark.parametrize(("interval", "step"), [(2, 2), (2, 6), (1.0, 4), (1.0, 8)])
-def test_a_validation_that_was_due_is_made(kind, how, interval, step, tmp_path):
+@matrix(
+    ("due", "kind", "how"), [(2, 2), (2, 6), (1.0, 4), (1.0, 8)], ["shuffled", "whose dataset draws"],
+    ["turbo", "prefetch"],
+)  # fmt: skip
+def test_a_validation_that_was_due_is_made(due, kind, how, tmp_path):
     """Lightning's step saves are made between a step and the validation after it."""
+    interval, step = due
     settings = {"val_check_interval": interval, "max_epochs": 3}
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=step, save_top_k=-1)
     whole, rest = Net(), Net()
@@ -208,8 +208,7 @@ def test_a_validation_that_was_due_is_made(kind, how, interval, step, tmp_path):
     assert rest.trained == whole.trained[step:]
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end", "on_train_batch_end"])
-@pytest.mark.parametrize("kind", VALIDATION)
+@matrix(("kind", "hook"), list(VALIDATION), ["on_train_epoch_end", "on_validation_end", "on_train_batch_end"])
 def test_the_next_validation_goes_on_with_its_loaders(kind, hook, tmp_path):
     """Their generators, and those of their datasets, stand where those of a run stand that was not stopped."""
     whole, rest = Net(), Net()

@@ -231,15 +231,22 @@ def test_the_file_list_of_a_dataset_is_not_walked_for_threads():
     assert values(PrefetchLoader(Files(), 2, threads=2)) == [[n, n + 1] for n in range(0, 8, 2)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_iterator_is_freed_at_its_end_without_the_collector(workers):
+@pytest.mark.parametrize(
+    "settings", [{}, {"threads": 3}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}]
+)
+def test_iterators_and_loaders_are_freed_without_the_collector(settings):
+    """In a cycle of references, torch's iterator over workers that stay keeps whoever lets it go waiting for 5 s."""
+    gc.collect()
     gc.disable()
     try:
-        iterator = iter(PrefetchLoader(Rows(6), batch_size=2, num_workers=workers))
-        assert len(list(iterator)) == 3
-        gone = weakref.ref(iterator)
-        del iterator
-        assert gone() is None
+        loader = PrefetchLoader(Rows(6), batch_size=2, shuffle=True, **settings)
+        for _ in range(3):
+            iterator = iter(loader)
+            assert len(list(iterator)) == 3
+        gone = weakref.ref(iterator), weakref.ref(loader)
+        del iterator, loader
+        assert [each() for each in gone] == [None, None]
+        assert gc.collect() == 0
     finally:
         gc.enable()
 

@@ -1,5 +1,6 @@
 """Data for a small network that notes which samples it saw, and checkpoints at chosen places."""
 
+import itertools
 import multiprocessing
 
 import pytest
@@ -13,6 +14,21 @@ from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 EACH_STRATEGY = pytest.mark.parametrize("strategy", ["auto", "turbo"])
+
+
+def matrix(names, *axes):
+    """Parametrize by all combinations of values; those that stay in the short form have each value twice or more."""
+    sizes = [len(axis) for axis in axes]
+    most = max(sizes)
+    short = {tuple((k + k // most * n) % size for n, size in enumerate(sizes)) for k in range(2 * most)}
+    cases = []
+    for places in itertools.product(*map(range, sizes)):
+        parts = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        parts = [part if hasattr(part, "marks") else pytest.param(part, id=str(part)) for part in parts]
+        marks = [mark for part in parts for mark in part.marks] + [pytest.mark.slow] * (places not in short)
+        name = "-".join(part.id for part in parts)
+        cases.append(pytest.param(*(part.values[0] for part in parts), marks=marks, id=name))
+    return pytest.mark.parametrize(names, cases)
 
 
 class Numbers(Dataset):

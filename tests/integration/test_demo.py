@@ -7,7 +7,7 @@ import sklearn  # noqa: F401  (sets variables of the environment when it is firs
 import torch
 
 from examples.demo import __main__ as demo
-from examples.demo import levels, patches
+from examples.demo import boxes, levels, patches, stops
 
 
 def run(out, *argv):
@@ -20,16 +20,10 @@ def run(out, *argv):
     return status, json.loads((out / "results.json").read_text())
 
 
-@pytest.fixture
-def _small(monkeypatch):
-    """Two scans, and one epoch of levels, so that the parts run in seconds."""
+def test_each_part_is_measured_and_everything_is_written(tmp_path, capsys, monkeypatch):
     write = patches.write_scans
     monkeypatch.setattr(patches, "write_scans", lambda folder: write(folder, count=2))
     monkeypatch.setattr(patches, "SCANS", 2)
-
-
-@pytest.mark.usefixtures("_small")
-def test_each_part_is_measured_and_everything_is_written(tmp_path, capsys):
     status, results = run(tmp_path, "--levels", "O1", "--epochs", "4", "--seconds", "0.2")
     assert status == 0
     assert results["levels"]["O1"]["accuracy"] >= 0.95
@@ -43,9 +37,9 @@ def test_each_part_is_measured_and_everything_is_written(tmp_path, capsys):
     assert "O1 9" in said
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
-
-@pytest.mark.usefixtures("_small")
-def test_a_level_below_its_accuracy_is_a_failure(tmp_path, capsys, monkeypatch):
+    # A level that stays below its accuracy is a failure, whatever the other parts gave.
+    for part, name in ((patches, "patches"), (stops, "stops"), (boxes, "boxes")):
+        monkeypatch.setattr(part, "measure", lambda *_, name=name: results[name])
     monkeypatch.setattr(levels, "train", lambda level, epochs, device: {"accuracy": 0.5, "losses": [1.0] * 20})
     status, _ = run(tmp_path, "--levels", "O0", "--epochs", "1", "--seconds", "0.1")
     assert status == 1

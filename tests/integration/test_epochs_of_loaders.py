@@ -41,9 +41,16 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["threads", "workers"])
-@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+STAYING = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(("loader", "workers"), [
+    ("shuffled", {}), ("lazy", {}), ("drawing", {}), ("drawing", STAYING),
+    pytest.param("shuffled", STAYING, marks=pytest.mark.slow), pytest.param("lazy", STAYING, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_epochs_that_are_broken_off(loader, workers):
+    loader = LOADERS[loader]
+
     def run(base, pause):
         class Data(base):
             def __init__(self):
@@ -124,9 +131,12 @@ def test_loaders_that_are_made_anew_reset_epochs(every, hook, strategy, tmp_path
     assert (whole.seen[:4] == whole.seen[4:8]) == (every == 1)
 
 
-@pytest.mark.parametrize(("every", "workers", "strategy"), [(1, 0, "auto"), (1, 1, "turbo"), (2, 0, "turbo")])
-@pytest.mark.parametrize(("batches", "hook"), [
-    (4, "on_train_batch_end"), (4, "on_train_epoch_end"), (6, "on_train_batch_end"), (8, "on_train_epoch_end"),
+@pytest.mark.parametrize(("batches", "hook", "workers", "every", "strategy"), [
+    pytest.param(*stop, *way, marks=[pytest.mark.slow] * (way[0] and stop[0] != 6))
+    for stop in (
+        (4, "on_train_batch_end"), (4, "on_train_epoch_end"), (6, "on_train_batch_end"), (8, "on_train_epoch_end"),
+    )
+    for way in ((0, 1, "auto"), (1, 1, "turbo"), (0, 2, "turbo"))
 ])  # fmt: skip
 def test_loaders_that_are_made_anew_with_the_generator_of_the_old_ones_go_on_with_it(
     batches, hook, workers, every, strategy, tmp_path

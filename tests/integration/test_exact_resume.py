@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.callbacks.exact_resume import KEY
 from tests.data.samples import Rows
-from tests.integration.noting import EACH_STRATEGY, Save
+from tests.integration.noting import EACH_STRATEGY, Save, matrix
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
@@ -93,12 +93,15 @@ def fit(kind, *callbacks, ckpt=None, seed=1, **settings):
     return run, model
 
 
-@pytest.mark.parametrize(("hook", "batches"), [
+AT = [
     ("on_train_epoch_end", 6), ("on_train_epoch_end", 12), ("on_validation_end", 6), ("on_train_batch_end", 6),
     ("on_train_epoch_start", 0), ("on_train_epoch_start", 6), ("on_train_batch_end", 8),
-])  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_equals_one_that_never_stopped(kind, hook, batches, tmp_path):
+]  # fmt: skip
+
+
+@matrix(("kind", "at"), list(KINDS), AT)
+def test_a_resumed_run_equals_one_that_never_stopped(kind, at, tmp_path):
+    hook, batches = at
     if batches == 8 and "plain" in kind:
         pytest.skip("a plain DataLoader does not know its position in the middle of an epoch")
     path = tmp_path / "at.ckpt"
@@ -199,9 +202,10 @@ class WaitingForSteps(Waiting):
         return Net.training_step(self, batch, index)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_end"])
-@pytest.mark.parametrize("batches", [3, 6, 8, 12])
-@pytest.mark.parametrize("interval", [1.0, 2])
+@matrix(
+    ("interval", "batches", "hook"), [1.0, 2], [3, 6, 8, 12],
+    ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_end"],
+)  # fmt: skip
 def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, batches, hook, tmp_path):
     path, runs = tmp_path / "at.ckpt", []
     for ckpt in (None, path):

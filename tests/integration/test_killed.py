@@ -122,9 +122,9 @@ def dealt(cls, **settings):
 @pytest.mark.filterwarnings("ignore:.*have no .val_dataloader")
 @pytest.mark.parametrize("stops", [(2, 3), pytest.param(range(10), marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize(("loader", "settings"), [
-    (lambda: PrefetchLoader(Numbers(3)), {"max_epochs": 3}),
+    pytest.param(lambda: PrefetchLoader(Numbers(3)), {"max_epochs": 3}, marks=pytest.mark.slow),
     (dealt(PrefetchLoader, num_workers=1), {"max_epochs": 3}),
-    (dealt(StatefulDataLoader, num_workers=1), {"max_epochs": -1, "max_steps": 9}),
+    pytest.param(dealt(StatefulDataLoader, num_workers=1), {"max_epochs": -1, "max_steps": 9}, marks=pytest.mark.slow),
     (dealt(StatefulDataLoader), {"max_epochs": 3, "val_check_interval": 2}),
 ], ids=["in order", "one rank", "StatefulDataLoader", "validating"])  # fmt: skip
 def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, stops, tmp_path):

@@ -174,7 +174,10 @@ class PrefetchIterator(Iterator[Any]):
         except BaseException as error:  # not of the batch, but beside it: the source has gone on, and the batch is lost
             self._close_after(error)
             raise
-        return item
+        try:
+            return item
+        finally:
+            del item  # the traceback of its error leads to this frame, a cycle that only the collector would end
 
     def _load_watched(self) -> Item:
         """Load an item of which something is to be found out, or may draw random numbers."""

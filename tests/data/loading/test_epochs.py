@@ -431,11 +431,16 @@ def test_a_stop_between_iter_and_the_first_batch(dataset, restored, workers):
     assert (values(again), values(other), torch.rand(1)) == expected
 
 
-@pytest.mark.parametrize("sampler", [None, "replacement", "own"])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("drawn_meanwhile", [False, True])
+STATES_BEFORE = [
+    # With a worker process each value meets each sampler; the rest is for the slow form.
+    pytest.param(workers, begun, own, sampler, drawn, marks=[pytest.mark.slow] * (workers and (n + place) % 3 != 0))
+    for workers in (0, 1)
+    for place, sampler in enumerate((None, "replacement", "own"))
+    for n, (begun, own, drawn) in enumerate(itertools.product((False, True), repeat=3))
+]
+
+
+@pytest.mark.parametrize(("workers", "begun", "own", "sampler", "drawn_meanwhile"), STATES_BEFORE)
 def test_a_state_before_the_first_batch_fixes_the_order(workers, begun, own, sampler, drawn_meanwhile):
     """In the same loader, and in one of another process, which has drawn other numbers."""
 

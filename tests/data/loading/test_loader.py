@@ -81,6 +81,10 @@ def epochs(cls, dataset, settings, count=3):
         for batch in loader:
             got.append((flat(batch), torch.rand(1).item()))
         got.append(random.random())
+    if loader.persistent_workers and cls is DataLoader:
+        loader._iterator._shutdown_workers()  # left to the collector, torch may wait for seconds for one of them
+    elif loader.persistent_workers:
+        loader.close()
     return got, [*torch.rand(3).tolist(), random.random(), np.random.rand()]
 
 
