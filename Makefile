@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 # Processes that share the tests; 0 runs them in one, as a debugger needs it.
 WORKERS ?= 2
 
-.PHONY: demo test check docs unit slow gpu gpu-pretended release pairs clean
+.PHONY: demo test check coverage docs unit slow gpu gpu-pretended release pairs clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
@@ -30,6 +30,14 @@ docs: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# Branches that the default tests reach, a line a module; the last line is the total. Failed tests do not end it.
+COVERAGE := runs/coverage.txt
+coverage: $(STAMP)
+	mkdir -p $(dir $(COVERAGE))
+	-$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=lightning_turbo --cov-branch --cov-report= -q $(PYTEST_ARGS)
+	$(BIN)/python -m coverage report --skip-covered > $(COVERAGE)
+	tail -n 1 $(COVERAGE)
 
 # The long suites: every kill, every pair, every benchmark case. Nightly and before a release.
 slow: $(STAMP)

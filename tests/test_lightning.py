@@ -1,5 +1,7 @@
 """Both import names of Lightning are served, whichever is imported first; a mismatch is told in words."""
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -33,20 +35,56 @@ for call in (ApexAMP, lambda: lightning_turbo.bind_lightning("lightning"),
 """
 
 
-def run(code, **environment):
+def run(code, *words, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120,
         env={**{k: v for k, v in os.environ.items() if k != "LIGHTNING_TURBO_LIGHTNING"}, **environment},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", [pytest.param("lightning.pytorch", marks=pytest.mark.slow), "pytorch_lightning"])
-def test_either_name_is_served_whichever_comes_first(name):
-    """The second one to be imported finds the strategies registered by the first."""
+# Scripts of the short form, each in a fork of one interpreter that has imported torch, which takes longest.
+IN_FORKS = """
+import json, os, sys, tempfile
+import torch, torchmetrics
+
+children = []
+for code in json.loads(sys.argv[1]):
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    child = os.fork()
+    if not child:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        break
+    children.append((child, out, err))
+else:
+    for child, *files in children:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps([status, *(os.pread(file.fileno(), 2**20, 0).decode() for file in files)]))
+    sys.exit()
+exec(code, {"__name__": "__main__"})
+"""
+
+
+@functools.cache
+def short_form():
+    """The status of each script of the short form, and what it said."""
+    scripts = {"comes second": served("pytorch_lightning"), "fails": probing("an import that fails"), "mixed": MIXED}
+    status, out, err = run(IN_FORKS, json.dumps([*scripts.values()]))
+    assert status == 0, err
+    return dict(zip(scripts, map(json.loads, out.splitlines()), strict=True))
+
+
+def served(name):
+    """A script under one name; the second one to be imported finds the strategies registered by the first."""
     first = "import lightning_turbo\n" if name == "pytorch_lightning" else ""
     imports = f"import {name} as pl\nfrom {name}.demos.boring_classes import BoringModel\nimport lightning_turbo"
-    status, out, err = run(first + imports + FIT)
+    return first + imports + FIT
+
+
+@pytest.mark.parametrize("name", [pytest.param("lightning.pytorch", marks=pytest.mark.slow), "pytorch_lightning"])
+def test_either_name_is_served_whichever_comes_first(name):
+    status, out, err = short_form()["comes second"] if name == "pytorch_lightning" else run(served(name))
     assert status == 0, err
     assert f"trained under {name} TurboStrategy" in out
     assert f"names {len(_lightning._HOMES)}" in out
@@ -110,13 +148,15 @@ PathFinder.find_spec = lambda name, *more: None if name.split(".")[0] == "pytorc
 """
 
 
-@pytest.mark.parametrize(
-    "probe", [pytest.param(PROBES["a look for it"], marks=pytest.mark.slow), PROBES["an import that fails"]]
-)
-def test_the_names_are_known_after_whichever_import_succeeds(probe):
-    hide = HIDE if "except" in probe else ""
+def probing(name):
+    hide = HIDE if name == "an import that fails" else ""
     make = "print(type(pl.Trainer(accelerator='cpu', strategy='turbo', logger=False).strategy).__module__)"
-    status, out, err = run(f"{hide}\nimport lightning_turbo\n{probe}\n{make}")
+    return f"{hide}\nimport lightning_turbo\n{PROBES[name]}\n{make}"
+
+
+@pytest.mark.parametrize("name", [pytest.param("a look for it", marks=pytest.mark.slow), "an import that fails"])
+def test_the_names_are_known_after_whichever_import_succeeds(name):
+    status, out, err = run(probing(name)) if name == "a look for it" else short_form()["fails"]
     assert (status, out) == (0, "lightning_turbo.strategies.turbo\n"), err
 
 
@@ -134,7 +174,7 @@ for settings in ({"plugins": [ApexAMP("O1")]}, {"plugins": AtomicCheckpointIO()}
 
 
 def test_a_script_that_takes_a_part_from_either_copy_is_told_of_both():
-    status, out, err = run(MIXED)
+    status, out, err = short_form()["mixed"]
     assert status == 0, err
     assert len(out.splitlines()) == 4
     for line in out.splitlines():
