@@ -218,8 +218,8 @@ class Volumes(LightningDataModule):
         )
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalise uint8 images, on the device."""
-        return self.normalize(batch)
+        """Normalise uint8 images, on the device; those of the template are floats about 0 already."""
+        return self.normalize(batch) if batch[0].dtype == torch.uint8 else batch
 
 
 class FastVolumes(PrefetchDataModule, Volumes):
