@@ -328,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 options = ["--minutes", str(asked.minutes)]
                 options += [] if asked.all else ["--only", SCRIPTS[name].setting]
+                options += ["--resume"] if asked.resume and (out / "measured.json").exists() else []
                 found[name] = tune(SCRIPTS[name], clones, Path(folder), out, options)
         print_lines(" | ".join(row(name, found[name])))  # what is known is not lost
     print_lines("", *page(found, asked.minutes))

@@ -1,32 +1,41 @@
-"""The last word: whole epochs without and with the recommendation, each in a process of its own."""
+"""The last word: whole epochs without and with the recommendation, in two processes that go on alternately."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_turbo.measure import Interrupt, InterruptedRunError, ProcessError, Progress, interval_of, three_digits
+from lightning_turbo.measure import (
+    Interrupt,
+    InterruptedRunError,
+    Process,
+    ProcessError,
+    Progress,
+    interval_of,
+    three_digits,
+)
 from lightning_turbo.tune.evidence import Comparison, Configuration
 from lightning_turbo.tune.runner import ScriptRunner
 
 __all__ = ["compare_epochs", "describe_epochs", "train_epochs"]
 
 
-PAIRS = 10  # of epochs, at most
+PAIRS = 10  # of processes, at most
 ENOUGH = 100.0  # seconds of pairs after which none is begun; one is trained however long it takes
+ROUNDS = 5  # of the search, in which a process trains before the other one goes on: about a second
 
 
 def train_epochs(runner: ScriptRunner, chosen: Configuration, seconds: float, interrupt: Interrupt) -> dict[str, Any]:
-    """Train epochs without and with some settings alternately: a pair of them, and further pairs where they are short.
+    """Train epochs without and with some settings: in pairs of processes that go on alternately, second by second.
 
     Args:
         runner: Starts the processes.
         chosen: The settings.
         seconds: What the progress expects an epoch to take.
-        interrupt: Ends the epoch that is trained.
+        interrupt: Ends the epochs that are trained.
 
     Returns:
         The numbers of ``WholeEpoch`` under ``"default"`` and ``"chosen"``, of several pairs with medians of the times;
@@ -36,36 +45,63 @@ def train_epochs(runner: ScriptRunner, chosen: Configuration, seconds: float, in
     pairs: list[dict[str, Any]] = []
     configurations = [("default", Configuration(mode="epoch")), ("chosen", Configuration(chosen.names, "epoch"))]
     with interrupt.caught(), Progress(time.monotonic() + 2 * seconds) as progress:
+
+        def check() -> None:
+            interrupt.check()
+            progress.show("whole epochs without the recommendation and with it")
+
         begun = time.monotonic()
         while len(pairs) < PAIRS and (not pairs or time.monotonic() - begun < ENOUGH):
-            pair: dict[str, Any] = {}
             # A B B A cancels a steady drift of the machine.
-            for name, configuration in configurations[:: (-1) ** len(pairs)]:
-                event = _train(runner, configuration, interrupt, progress)
-                if event["event"] != "done":
-                    why = f"{name} {event['event']}: {event['reason']}"
-                    return _together(pairs) if pairs else pair | {"error": why}
-                pair[name] = event["numbers"]
+            pair = _train(runner, dict(configurations[:: (-1) ** len(pairs)]), check)
+            if "error" in pair:
+                return _together(pairs) if pairs else pair
             pairs.append(pair)
     return _together(pairs)
 
 
 def _train(
-    runner: ScriptRunner, configuration: Configuration, interrupt: Interrupt, progress: Progress
+    runner: ScriptRunner, configurations: Mapping[str, Configuration], check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Train an epoch in a process of its own, and return its last event."""
-
-    def check() -> None:
-        interrupt.check()
-        progress.show("whole epochs without the recommendation and with it")
-
-    process = runner.spawn(configuration)
+    """Train an epoch of each configuration in processes that go on alternately, and return their numbers."""
+    found: dict[str, Any] = {}
+    alive: dict[str, Process] = {}
+    order = {"order": "round", "lead": 0, "steps": ROUNDS * runner.order["steps"]}
     try:
-        return process.listen(math.inf, check)
-    except (ProcessError, InterruptedRunError) as error:
-        return {"event": "failed", "reason": str(error) or "it was ended"}
+        for name, configuration in configurations.items():
+            alive[name] = runner.spawn(configuration)
+            found |= _listen(name, alive[name], check)
+        while len(found) < len(configurations):
+            for name in [each for each in configurations if each not in found]:
+                found |= _listen(name, alive[name], check, order)
+    except _EpochError as error:
+        found["error"] = str(error)
     finally:
-        process.close(grace=0.0)
+        for process in alive.values():
+            process.close(grace=0.0)
+    return found
+
+
+class _EpochError(Exception):
+    """Raised where an epoch cannot be trained to its end; the text says why."""
+
+
+def _listen(
+    name: str, process: Process, check: Callable[[], None], order: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Let a process train until it waits, and hold it; return its numbers by its name if its epoch is over."""
+    try:
+        if order is not None:
+            process.tell(order)
+        event = process.listen(math.inf, check)
+    except (ProcessError, InterruptedRunError) as error:
+        event = {"event": "failed", "reason": str(error) or "it was ended"}
+    if event["event"] in ("failed", "skipped"):
+        raise _EpochError(f"{name} {event['event']}: {event['reason']}")
+    if event["event"] == "done":
+        return {name: event["numbers"]}
+    process.hold()
+    return {}
 
 
 def _together(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -259,21 +259,24 @@ class PhaseProbe(Probe):
 
 
 class WholeEpoch(Probe):
-    """Takes the time of one epoch, as the script trains and validates it: from one first batch to the next one."""
+    """Takes the time of one epoch, as the script trains and validates it: from one first batch to the next one.
+
+    After some batches it waits while another process trains; that time is none of the epoch's.
+    """
 
     def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
         super().__init__(meter, mode, folder)
         self.numbers["steps_seconds"] = 0.0
         self._begun = 0.0
+        self._waits = 0.0  # seconds
 
     def wait(self, trainer: Any) -> None:
-        """Begin at once: no other process is there."""
+        """Begin at once: the first wait is behind the first batch."""
         self.meter.device = trainer.strategy.root_device
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the time since the batch before, and end the script after the first batch of the second epoch."""
-        self.meter.synchronise()
-        now = time.perf_counter()
+        now = self._now()
         if self._is_first or (self._ended and trainer.num_training_batches == 1):
             metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
             self.numbers |= {"seconds": now - self._begun, "metrics": metrics}
@@ -283,6 +286,29 @@ class WholeEpoch(Probe):
         self.numbers["steps_seconds"] += seconds if self._ended else 0.0
         self._begun = self._begun or now
         self._ended = now
+        self._let_others_train()
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Time the batch."""
+        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        if self._ended and self.validation is not None:  # not in the sanity check
+            # What the validation takes is added to this when it ends, with the wait.
+            self.validation.since_step -= self._let_others_train()
+
+    def _now(self) -> float:
+        """Return the time without the waits."""
+        self.meter.synchronise()
+        return time.perf_counter() - self._waits
+
+    def _let_others_train(self) -> float:
+        """Count a batch, wait if it was the last one for now, and return the seconds."""
+        before = self._now()
+        self.step()
+        waited = self._now() - before
+        self._waits += waited
+        return waited
 
 
 def trainer_in_construction() -> Any:

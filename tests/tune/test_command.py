@@ -24,7 +24,7 @@ class Still:
 
     def __init__(self, settings, candidates, interrupt, progress, scratch):
         assert scratch.is_dir()
-        self.interrupt, self.calls = interrupt, []
+        self.interrupt, self.calls, self.order = interrupt, [], {"steps": 3}
         made.append(self)
 
     def __enter__(self):

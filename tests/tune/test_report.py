@@ -71,31 +71,58 @@ def test_whole_epochs_are_told_beside_what_was_to_be_expected():
 
 
 class Epochs:
-    """A runner whose processes each end with the next of these numbers of seconds, or fail."""
+    """A runner whose processes train for some rounds, and end with the next of these numbers of seconds, or fail."""
 
-    def __init__(self, *seconds):
-        self.seconds, self.order = iter(seconds), []
+    def __init__(self, *seconds, rounds=2):
+        self.seconds, self.order_of_starts, self.calls, self.rounds = iter(seconds), [], [], rounds
+        self.order = {"steps": 7}
 
     def spawn(self, configuration):
-        self.order.append("with" if configuration.names else "without")
-        self.now = next(self.seconds)
-        return self
+        name = "with" if configuration.names else "without"
+        self.order_of_starts.append(name)
+        return Epoch(self, name, next(self.seconds))
+
+
+class Epoch:
+    """A process of ``Epochs``."""
+
+    def __init__(self, runner, name, seconds):
+        self.runner, self.name, self.seconds, self.trained = runner, name, seconds, 0
+
+    def tell(self, order):
+        assert order == {"order": "round", "lead": 0, "steps": epochs.ROUNDS * 7}
+        self.runner.calls.append(self.name)
+        self.trained += 1
 
     def listen(self, timeout, check):
         check()
-        if self.now is None:
+        if self.seconds is None:
             return {"event": "failed", "reason": "no data"}
-        return {"event": "done", "numbers": {"seconds": self.now, "steps_seconds": self.now / 2, "metrics": {}}}
+        if self.trained < self.runner.rounds:
+            return {"event": "round" if self.trained else "ready"}
+        numbers = {"seconds": self.seconds, "steps_seconds": self.seconds / 2, "metrics": {}}
+        return {"event": "done", "numbers": numbers}
+
+    def hold(self):
+        self.runner.calls.append(f"{self.name} held")
 
     def close(self, grace):
-        pass
+        self.runner.calls.append(f"{self.name} closed")
+
+
+def test_two_processes_train_their_epochs_alternately():
+    runner = Epochs(4.0, 2.0, *[None] * 2)
+    train_epochs(runner, Configuration(("O1",)), 1.0, Interrupt())
+    held = ["without held", "with held"]
+    rounds = ["without", "without held", "with", "with held", "without", "with"]
+    assert runner.calls[:10] == [*held, *rounds, "without closed", "with closed"]
 
 
 def test_short_epochs_are_trained_in_several_pairs(monkeypatch):
     monkeypatch.setattr(epochs, "PAIRS", 5)
     runner = Epochs(4.0, 2.0, 1.0, 5.0, 6.0, 2.0, 2.0, 8.0, 6.0, 3.0)
     found = train_epochs(runner, Configuration(("O1",)), 1.0, Interrupt())
-    assert runner.order == ["without", "with", "with", "without"] * 2 + ["without", "with"]
+    assert runner.order_of_starts == ["without", "with", "with", "without"] * 2 + ["without", "with"]
     assert found["factors"] == [2.0, 5.0, 3.0, 4.0, 2.0]
     assert (found["default"]["seconds"], found["chosen"]["seconds"]) == (6.0, 2.0)
     assert "2.99 times as fast (1.80 to 4.98 in 5 pairs); promised" in describe_epochs(
