@@ -55,10 +55,8 @@ class _Restored:
         batch_sizes: Those of its training loaders, empty if the checkpoint does not tell.
         random: The states of this rank's random generators, if the checkpoint has them.
         monitored: The values that schedulers wait for, if the checkpoint tells.
-        counted: Whether the logged step counts the last batch already, as after its last hook.
-        reloaded: The epoch in which Lightning made the validation's loaders, if the checkpoint tells.
-        waits: What is over, ``"epoch"`` or ``"step"``, without the update after it of schedulers that wait for a value;
-            ``None`` if nothing is.
+        waits: What is over, of ``"step"`` and ``"epoch"``, without what Lightning does after it: it updates schedulers
+            that wait for a value, and counts the logged step.
         validation: What the next validation begins with.
     """
 
@@ -70,9 +68,7 @@ class _Restored:
     batch_sizes: list[int]
     random: dict[str, Any] | None
     monitored: dict[str, Any] | None
-    counted: bool
-    reloaded: float | None
-    waits: str | None
+    waits: list[str]
     validation: _Validation
 
 
@@ -84,11 +80,13 @@ class _Validation:
         due: Whether it has not ended though its training batch has: it is made, whole, before the next batch.
         random: The states of the random generators at its beginning, if it had begun.
         loaders: The states of its loaders as it began or, if none is due, as the next one finds them.
+        reloaded: The epoch in which Lightning made these loaders; ``-inf`` for those of its check before the training.
     """
 
     due: bool = False
     random: dict[str, Any] | None = None
     loaders: Sequence[Any] = ()
+    reloaded: float = -inf
 
 
 class ExactResume(Callback):
@@ -160,7 +158,6 @@ class ExactResume(Callback):
         own["batch_sizes"] = list(map(_batch_size, _stateful(trainer.fit_loop._combined_loader)))
         own["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         own["counted"] = _is_counted(trainer)
-        own["reloaded"] = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         own["monitored"], own["plateaus"] = _monitored(trainer), _plateaus_wait(trainer)
         own["loaders"] = _loop_state(checkpoint).get("combined_loader", [])
         _leave_states_to_lightning(trainer, checkpoint)
@@ -237,15 +234,15 @@ class ExactResume(Callback):
         device = trainer.strategy.root_device
         loaders = _counting_loaders(trainer.fit_loop.epoch_loop.val_loop)
         if self._pending is not None:
-            _load_whole_epochs(loaders, self._pending.loaders)
+            if not _are_made_again(trainer, self._pending):
+                _load_whole_epochs(loaders, self._pending.loaders)
             if self._pending.random is not None:
                 _set_random_states(device, self._pending.random)
-        self._begun = _Validation(random=_random_states(device), loaders=_states_of_whole_epochs(loaders))
+        self._begun = dataclasses.replace(_next_validation_of(trainer), random=_random_states(device))
         reset()
 
     def _next_validation(self, trainer: Trainer) -> _Validation:
         """Return what a checkpoint tells of the validation that a run goes on with."""
-        loop = trainer.fit_loop.epoch_loop
         if self._is_validating:
             has_failed = error_under_way() is not None
             if has_failed or _is_within_validation(trainer.fit_loop.state_dict()):
@@ -254,7 +251,7 @@ class ExactResume(Callback):
         # Hooks at its end save after all of its batches: the one that this run began with is made.
         if self._pending is not None and not self._is_validating:
             return dataclasses.replace(self._pending, due=self._pending.due or is_due)
-        return _Validation(due=is_due, loaders=_states_of_whole_epochs(_counting_loaders(loop.val_loop)))
+        return dataclasses.replace(_next_validation_of(trainer), due=is_due)
 
 
 def attach_exact_resume(trainer: Any) -> None:
@@ -279,20 +276,20 @@ def _restore_counters(trainer: Any, checkpoint: dict[str, Any], fit: dict[str, A
     loaders = fit["state_dict"].pop("combined_loader", [])
     loaders = own.get("loaders", loaders)
     over, begins, used = _read_position(trainer, fit)
-    counted = first.get("counted", False)
     loaders = used_states(loaders, over=over, used=used)
     validation = _Validation(**own.get("validation", {"due": _is_within_validation(fit)}))
-    waits = "step" if _is_after_step(fit) and not (over or validation.due) else None
+    counted = first.get("counted")  # None: the checkpoint does not tell
+    waits = ["step"] if counted is False and _is_after_step(fit) and not validation.due else []
     if validation.due:
         _begin_validation_again(fit)
         over = False  # its loaders are at their end then, but the epoch is not over
     elif over and first.get("plateaus", False):
-        waits = "epoch"
+        waits.append("epoch")
     if over or begins:
-        _complete_epoch(fit, counted)
+        _complete_epoch(fit, bool(counted))
     else:
         _reopen_epoch(fit)
-        counted = _forget_step(fit) or counted
+        _forget_step(fit)
     return _Restored(
         over=over,
         begins=begins,
@@ -302,8 +299,6 @@ def _restore_counters(trainer: Any, checkpoint: dict[str, Any], fit: dict[str, A
         batch_sizes=first.get("batch_sizes", []),
         random=random,
         monitored=first.get("monitored"),
-        counted=counted,
-        reloaded=first.get("reloaded"),
         waits=waits,
         validation=validation,
     )
@@ -330,9 +325,9 @@ def _is_within_validation(fit: dict[str, Any]) -> bool:
 
 
 def _is_after_step(fit: dict[str, Any]) -> bool:
-    """Whether the counters of the fit loop are of the hooks behind the step of a batch, as ``on_train_batch_end``."""
+    """Whether the counters of the fit loop are of a moment after the step of a batch, and before the next one."""
     batch = fit["epoch_loop.batch_progress"]["current"]
-    return batch["ready"] == batch["processed"] == batch["completed"] + 1
+    return batch["ready"] == batch["processed"] > 0
 
 
 def _validation_follows(trainer: Any) -> bool:
@@ -340,7 +335,8 @@ def _validation_follows(trainer: Any) -> bool:
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     # When a run is to stop, or after a time, a run that goes on from here does not validate.
     by_batches = not trainer.should_stop and getattr(trainer, "_val_check_time_interval", None) is None
-    is_after_step = trainer.training and _is_after_step(trainer.fit_loop.state_dict())
+    batch = loop.batch_progress.current
+    is_after_step = trainer.training and batch.ready == batch.processed == batch.completed + 1
     return is_after_step and by_batches and fetcher is not None and loop._should_check_val_fx(fetcher)
 
 
@@ -394,15 +390,13 @@ def _reopen_epoch(fit: dict[str, Any]) -> None:
             part["processed"] = part["completed"] = part["started"] - 1
 
 
-def _forget_step(fit: dict[str, Any]) -> bool:
-    """Leave a step out that was under way, and is made again; tell whether one was. Lightning counts it as made."""
+def _forget_step(fit: dict[str, Any]) -> None:
+    """Leave a step out that was under way, and is made again. Lightning counts it as made."""
     batches = fit["epoch_loop.batch_progress"]
-    in_step = batches["current"]["ready"] != batches["current"]["processed"]
-    if in_step:
+    if batches["current"]["ready"] != batches["current"]["processed"]:
         batches["is_last_batch"] = False
         for part in (batches["total"], batches["current"]):
             part["ready"] = part["started"] = part["processed"]
-    return in_step
 
 
 def _correct_counters(trainer: Any, restored: _Restored) -> None:
@@ -411,6 +405,9 @@ def _correct_counters(trainer: Any, restored: _Restored) -> None:
         # With max_steps Lightning takes every checkpoint for one within an epoch.
         loop._restarting = loop._resuming_from_checkpoint = False
         loop.epoch_loop.restarting = False
+    elif "step" in restored.waits and loop.epoch_loop.restarted_on_last:
+        # The step's validation was made, and Lightning takes it for one that was counted.
+        loop.epoch_loop._batches_that_stepped += not loop.epoch_loop._should_accumulate()
 
 
 def _correct_saves(trainer: Any) -> None:
@@ -428,8 +425,14 @@ def _correct_reloading(trainer: Any, restored: _Restored) -> None:
     if every := trainer.reload_dataloaders_every_n_epochs:
         epoch = trainer.current_epoch - restored.over  # of the data that is restored
         trainer.fit_loop._last_train_dl_reload_epoch = epoch // every * every
-        if restored.reloaded not in (None, -inf):  # -inf: none were made
-            trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = restored.reloaded
+        # Not of the loaders that this run has made already, which its check before the training may have used.
+        trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = restored.validation.reloaded
+
+
+def _are_made_again(trainer: Any, pending: _Validation) -> bool:
+    """Whether a run that was not stopped makes new validation loaders before this validation, as this one did."""
+    every = trainer.reload_dataloaders_every_n_epochs
+    return bool(every) and trainer.current_epoch - pending.reloaded >= every
 
 
 # Schedulers that wait for a value, as ReduceLROnPlateau
@@ -470,11 +473,13 @@ def _restore_monitored(trainer: Any, restored: _Restored) -> None:
     trainer.fit_loop._restarting = False
     trainer._logger_connector._callback_metrics.update(restored.monitored)
     names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
-    if restored.waits is not None and names <= restored.monitored.keys():
-        epochs = trainer.fit_loop.epoch_progress.current
-        behind = restored.waits == "epoch"
+    if not names <= restored.monitored.keys():
+        return
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    for interval in restored.waits:
+        behind = interval == "epoch"
         epochs.completed -= behind  # a scheduler's frequency is counted by the epoch that is over
-        trainer.fit_loop.epoch_loop.update_lr_schedulers(restored.waits, update_plateau_schedulers=True)
+        loop.update_lr_schedulers(interval, update_plateau_schedulers=True)
         epochs.completed += behind
 
 
@@ -691,6 +696,14 @@ def _counting_loaders(loop: Any) -> list[PrefetchLoader[Any]]:
     combined = loop._combined_loader
     loaders = [] if combined is None else combined.flattened
     return [each for each in loaders if isinstance(each, PrefetchLoader) and each.counts_batches]
+
+
+def _next_validation_of(trainer: Any) -> _Validation:
+    """Return what the next validation begins with, by the loaders that the loop has."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    return _Validation(
+        loaders=_states_of_whole_epochs(_counting_loaders(loop)), reloaded=loop._last_val_dl_reload_epoch
+    )
 
 
 def _states_of_whole_epochs(loaders: list[PrefetchLoader[Any]]) -> list[dict[str, Any]]:

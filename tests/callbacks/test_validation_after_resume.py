@@ -86,7 +86,8 @@ class Net(pl.LightningModule):
     def validation_step(self, batch, index, dataloader_idx=0):
         self.fail("validation_step", index)
         self.log("mean", batch.mean() + torch.rand(()), batch_size=len(batch))
-        self.validated.append((self.current_epoch, dataloader_idx, index, batch[:, 0].tolist()))
+        if not self.trainer.sanity_checking:
+            self.validated.append((self.current_epoch, dataloader_idx, index, batch[:, 0].tolist()))
 
     def on_validation_batch_end(self, outputs, batch, index, dataloader_idx=0):
         self.fail("on_validation_batch_end", index)
@@ -219,6 +220,38 @@ def test_the_next_validation_goes_on_with_its_loaders(kind, hook, tmp_path):
     assert rest.metrics
     assert rest.metrics == whole.metrics[-len(rest.metrics) :]
     assert rest.validated == whole.validated[-len(rest.validated) :]
+
+
+class Reloaded(pl.LightningDataModule):
+    """Whose loaders are made again in each epoch, with generators that begin again."""
+
+    def train_dataloader(self):
+        return PrefetchLoader(Rows(), 2, shuffle=True, generator=seeded(1))
+
+    def val_dataloader(self):
+        return PrefetchLoader(Rows(), 2, shuffle=True, generator=seeded(3))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"val_check_interval": 2}, {"check_val_every_n_epoch": 2}], ids=["middle", "second"]
+)
+@pytest.mark.parametrize(("batches", "hook"), [
+    (3, "on_train_batch_end"), (4, "on_train_epoch_end"), (5, "on_train_batch_end"), (6, "on_train_batch_end"),
+])  # fmt: skip
+@pytest.mark.parametrize("every", [1, 2])
+def test_loaders_that_are_made_again_after_the_stop(every, batches, hook, settings, tmp_path):
+    settings |= {"reload_dataloaders_every_n_epochs": every, "num_sanity_val_steps": 2, "max_epochs": 4}
+    nets = []
+    for ckpt in (None, tmp_path / "at.ckpt"):
+        pl.seed_everything(bool(ckpt), verbose=False)
+        nets.append(Net())
+        callbacks = [ExactResume()] if ckpt else [ExactResume(), Save(tmp_path / "at.ckpt", batches, hook)]
+        trainer = quiet_trainer(callbacks=callbacks, **settings)
+        trainer.fit(nets[-1], datamodule=Reloaded(), ckpt_path=ckpt, **unpickling(False if ckpt else None))
+    whole, rest = nets
+    assert rest.trained == whole.trained[batches:]
+    assert rest.validated == whole.validated[-len(rest.validated) :]
+    assert rest.metrics == whole.metrics[-len(rest.metrics) :]
 
 
 def test_other_validation_loaders_begin_as_new_ones(tmp_path):

@@ -202,10 +202,9 @@ class WaitingForSteps(Waiting):
         return Net.training_step(self, batch, index)
 
 
-@matrix(
-    ("interval", "batches", "hook"), [1.0, 2], [3, 6, 8, 12],
-    ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_end"],
-)  # fmt: skip
+@matrix(("interval", "batches", "hook"), [1.0, 2], [3, 6, 8, 12], [
+    "on_train_batch_end", "on_train_batch_start", "on_train_epoch_end", "on_validation_epoch_end", "on_validation_end",
+])  # fmt: skip
 def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, batches, hook, tmp_path):
     path, runs = tmp_path / "at.ckpt", []
     for ckpt in (None, path):
@@ -215,7 +214,8 @@ def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, b
         if ckpt is not None and not path.exists():
             return  # that hook is not called there
         run.fit(model, **plain(PrefetchLoader)(), ckpt_path=ckpt, **unpickling(True if ckpt else None))
-        runs.append((model, run.lr_scheduler_configs[0].scheduler.state_dict()))
+        logged_step = run.fit_loop.epoch_loop._batches_that_stepped
+        runs.append((model, (run.lr_scheduler_configs[0].scheduler.state_dict(), logged_step)))
     (whole, end), (rest, resumed) = runs
     assert len(set(whole.rates)) > 2
     assert rest.rates == whole.rates[batches:]
