@@ -170,6 +170,11 @@ def fit_waiting(monitor, strategy, *callbacks, ckpt=None, **settings):
     return model, run.lr_scheduler_configs[0].scheduler.state_dict(), run.fit_loop.epoch_loop.state_dict()
 
 
+@functools.cache
+def never_stopped(monitor, strategy):
+    return fit_waiting(monitor, strategy)
+
+
 @pytest.mark.parametrize("monitor", ["validated", "trained"])
 @pytest.mark.parametrize(("hook", "batches"), [
     ("on_train_epoch_end", 6), ("on_train_epoch_end", 12), ("on_validation_end", 6), ("on_validation_end", 12),
@@ -179,7 +184,7 @@ def test_a_scheduler_that_waits_for_a_value_is_updated_once_in_each_epoch(hook, 
     path, settings = tmp_path / "at.ckpt", {}
     strategy = "auto" if batches == 12 else "turbo"
     ends = {"max_epochs": 2} if hook == "on_train_end" else {}
-    whole, *states = fit_waiting(monitor, strategy, **settings)
+    whole, *states = never_stopped(monitor, strategy)
     fit_waiting(monitor, strategy, Save(path, batches, hook), **settings, **ends)
     rest, *resumed = fit_waiting(monitor, strategy, ckpt=path, **settings)
     assert rest.rates == whole.rates[batches:]
