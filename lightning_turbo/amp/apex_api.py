@@ -320,9 +320,13 @@ def initialize(
         _check_model(model, casts)
     casts.convert(model_list)
     _session = _Session(casts, scalers, verbosity)
-    for optimizer in optimizer_list:
-        _session.attach(optimizer, model_list)
-    _session.start_casts(model_list)
+    try:
+        for optimizer in optimizer_list:
+            _session.attach(optimizer, model_list)
+        _session.start_casts(model_list)
+    except BaseException:
+        shutdown()
+        raise
     return result
 
 

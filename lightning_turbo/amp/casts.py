@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_turbo.amp.autocast import FunctionCasts
 from lightning_turbo.amp.gradients import params_of
 from lightning_turbo.amp.half_forward import HalfForward
-from lightning_turbo.amp.half_weights import HalfWeights, cast_state
+from lightning_turbo.amp.half_weights import HalfWeights, cast_state, refuse_fused_sgd
 from lightning_turbo.amp.kept_modules import find_kept, has_sparse_gradients, needs_float32
 from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
 from lightning_turbo.errors import AmpUsageError, TurboWarning
@@ -120,12 +120,16 @@ class LevelCasts:
     def attach(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         """Bring an optimizer's state to the dtype of what it updates.
 
+        Raises:
+            AmpUsageError: At O3, if the optimizer does not move half weights, see ``refuse_fused_sgd``.
+
         Warns:
             TurboWarning: If the optimizer holds parameters that none of the models has, at O2 and O3.
         """
-        self.optimizers.add(optimizer)
         if self.half_weights is not None:
+            refuse_fused_sgd(optimizer)
             cast_state(optimizer)
+        self.optimizers.add(optimizer)
         own = {param for model in models for param in model.parameters()}
         foreign = sum(param not in own for param in params_of(optimizer))
         if foreign and self.properties.casts_to_half:

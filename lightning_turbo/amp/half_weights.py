@@ -7,15 +7,17 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_turbo.amp.half_call import needs_cast
 from lightning_turbo.amp.half_forward import HalfForward
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.run_hooks import add_run_hooks, remove_run_hooks
+from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["HalfWeights", "cast_state"]
+__all__ = ["HalfWeights", "cast_state", "refuse_fused_sgd"]
 
 
 class HalfWeights:
@@ -121,3 +123,26 @@ def cast_state(optimizer: Optimizer) -> None:
     """Bring what an optimizer has gathered to the dtype of its parameters, as torch does when it loads a state."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def refuse_fused_sgd(optimizer: Optimizer) -> None:
+    """Refuse torch's fused SGD on a CPU where it leaves half weights as they are, as in torch 2.13 (issue 191763).
+
+    Raises:
+        AmpUsageError: If the optimizer is one, and this torch does so.
+    """
+    fused = [group for group in optimizer.param_groups if group.get("fused")] if type(optimizer) is SGD else []
+    params = (param for group in fused for param in group["params"])
+    if any(param.device.type == "cpu" and param.dtype in HALF_DTYPES for param in params) and not _moves_half_weights():
+        raise AmpUsageError(
+            "O3: expected an SGD that updates half weights on a CPU, got SGD(fused=True), which leaves them as they "
+            f"are in torch {torch.__version__}. Leave out fused=True, or take O2."
+        )
+
+
+@functools.cache
+def _moves_half_weights() -> bool:
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    SGD([weight], lr=1.0, fused=True).step()
+    return not weight.any()

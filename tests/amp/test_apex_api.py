@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import logging
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 
@@ -208,30 +207,6 @@ def test_a_checkpoint_loads_in_any_order(level, order):
 # Optimizers
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(("passes", "moves", "scales"), [
-    ([((INF, 1e-3), (0, 1), 0)], [False, False], [15, 16, 16]),
-    ([((0.0, 1e-3), (0, 1), 0), ((INF, 0.0), (0, 1), 0)], [False, True], [15, 16, 16]),
-    ([((INF, 0.0), (0,), 0), ((1e-3, 0.0), (0,), 1), ((0.0, 1e-3), (1,), 2)], [False, True], [15, 16, 16]),  # a GAN's
-], ids=["of both", "of one", "of one among three losses"])  # fmt: skip
-def test_an_overflow_skips_one_step_of_the_optimizers_whose_gradients_it_made(level, passes, moves, scales):
-    """Each pass has factors of two networks' losses, the optimizers that it is for, and its loss's number."""
-    models = net(seed=1), net(seed=2)
-    optimizers = [sgd(model) for model in models]
-    init(list(models), optimizers, level, num_losses=3, loss_scale="dynamic")
-    for rows, expected in ((passes, moves), ([((1e-3, 1e-3), (0, 1), 0)], [True, True])):
-        before = [weights(model) for model in models]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for factors, which, loss_id in rows:
-            losses = [m(torch.ones(2, 4)).float().sum() * f for m, f in zip(models, factors, strict=True) if f]
-            backward(sum(losses), [optimizers[i] for i in which], loss_id=loss_id)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert [not same(weights(model), old) for model, old in zip(models, before, strict=True)] == expected
-        assert [state["loss_scale"] for state in amp.state_dict().values()] == [2.0**scale for scale in scales]
-
-
 # What wraps a model or repeats its forward pass
 
 
@@ -396,13 +371,6 @@ def test_nothing_keeps_a_model_alive():
     assert [ref() for ref in watched] == [None] * 12
 
 
-def test_a_schedule_may_begin_with_a_skipped_step():
-    model, optimizer = ready("O1")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    step(model, optimizer, INF)
-    scheduler.step()  # torch would warn of a forgotten optimizer.step(), and warnings are errors here
-
-
 @pytest.mark.parametrize("scale", ["dynamic", 64.0])
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
 def test_gradients_of_other_kinds_are_unscaled(kind, scale):
@@ -450,81 +418,6 @@ def test_a_window_adds_sparse_and_dense_gradients(order):
     expected = torch.zeros(10, 4)
     expected[[1, 3]] = 2.0
     assert torch.equal(model.weight.grad.to_dense(), expected)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("batches", [1, 2])
-def test_an_overflow_whose_gradients_are_dropped_skips_no_later_step(level, batches):
-    model, optimizer = ready(level, loss_scale="dynamic", max_loss_scale=128.0)
-    moved = []
-    for number in range(4):
-        optimizer.zero_grad()
-        for k in range(batches):
-            loss = model(torch.randn(4, 4)).float().square().mean() * (INF if number == 1 else 1.0)
-            backward(loss, optimizer, delay_unscale=k < batches - 1)
-        norm = nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1.0)
-        if not torch.isfinite(norm):  # as many loops do
-            moved.append(None)
-            continue
-        before = weights(model)
-        optimizer.step()
-        moved.append(not same(before, weights(model)))
-    assert moved == [True, None, True, True]
-
-
-# Weights that change without a step
-
-
-@pytest.mark.parametrize("change", [
-    lambda p: p.data.fill_(0.5), lambda p: nn.init.constant_(p, 0.5), lambda p: setattr(p, "data", p.data * 0 + 0.5),
-], ids=["inside", "under no_grad", "new"])  # fmt: skip
-def test_weights_may_be_set_at_any_time(change):
-    model = net()
-    optimizer = sgd(model, lr=0.0)
-    init(model, optimizer, "O2")
-    step(model, optimizer)
-    for param in model.parameters():
-        change(param)
-    expected = copy.deepcopy(model).half()(torch.ones(1, 4).half()).float()
-    assert torch.equal(model(torch.ones(1, 4)), expected)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_O1_computes_with_the_weights_of_now(context):
-    folds = [net(seed=1), net(seed=2)]
-    model, x = net(), torch.ones(3, 4)
-    init(model, None, "O1")
-    expected = [fold(x) for fold in folds]
-    with context():
-        loaded = [(model.load_state_dict(fold.state_dict()), model(x))[1] for fold in folds]
-    assert same(loaded, expected)
-    with torch.no_grad():
-        model(x)
-        for mine, shadow in zip(model.parameters(), folds[0].parameters(), strict=True):
-            mine.data = shadow.data
-        assert torch.equal(model(x), expected[0])
-
-
-# Skipped steps
-
-
-@pytest.mark.parametrize("verbosity", [0, 1])
-def test_a_skipped_step_is_said(verbosity, caplog):
-    model, optimizer = ready("O1", verbosity=verbosity)
-    with caplog.at_level(logging.WARNING, logger="lightning_turbo.amp"):
-        step(model, optimizer)
-        assert not caplog.messages
-        step(model, optimizer, float("nan"))
-    said = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768"
-    assert caplog.messages == [said] * verbosity
-
-
-def test_a_scale_of_zero_ends_the_run():
-    model, optimizer = ready("O1")
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**-148, "unskipped": 0}})
-    step(model, optimizer, float("nan"))
-    with pytest.raises(AmpStateError, match="Loss scaler 0 has halved its scale down to zero"):
-        step(model, optimizer, float("nan"))
 
 
 # Pickles

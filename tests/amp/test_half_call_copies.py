@@ -88,15 +88,6 @@ def test_hooks_and_overrides_find_the_parameters_in_a_backward_pass():
     assert all(each == {(nn.Parameter, torch.float32)} for each in seen)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_gradients_are_clipped_inside_of_scale_loss(level):
-    net, optimizer = initialized(layers(), level)
-    with amp.scale_loss(net(torch.ones(2, 4)).square().sum() * 100, optimizer) as scaled:
-        scaled.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten().float() for p in net.parameters()])) < 0.011
-
-
 class Blocks(nn.Module):
     """Calls parts again in the backward pass: a module, a function of two modules, or all of itself."""
 
@@ -267,58 +258,6 @@ def test_a_module_with_others_below_it_that_writes_to_a_buffer_is_named(replaces
     assert net.count == 2
     assert net.average.dtype is net.below.weight.dtype is torch.float32
     amp.shutdown()
-
-
-class Codebook(nn.Module):
-    """Keeps averages as many codebooks do, through ``.data``."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("average", torch.ones(4))
-
-    def forward(self, x):
-        if self.training:
-            self.count.data.add_(1)
-            self.average.data.mul_(0.999).add_(x.detach().mean(0).to(self.average.dtype), alpha=0.001)
-        return x + self.average
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_sums_that_are_written_through_data_stay_exact(level):
-    net, _ = initialized(nn.Sequential(Codebook(), nn.Linear(4, 2)), level)
-    for _ in range(300):
-        net(torch.full((2, 4), 2.0))
-    assert net[0].count == 300
-    assert abs(net[0].average.mean() - (2 - 0.999**300)) < 0.01
-
-
-class MomentumEncoder(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.query, self.how = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0), how
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                if self.how == "set":
-                    mine.data = mine.data * 0.999 + theirs.data * 0.001
-                else:
-                    mine.mul_(0.999).add_(theirs, alpha=0.001)
-        return self.query(x) - self.key(x)
-
-
-@pytest.mark.parametrize("how", ["set", "no_grad"])
-def test_a_momentum_encoder_follows_by_small_steps(how):
-    net, _ = initialized(MomentumEncoder(how))
-    with torch.no_grad():
-        for mine in net.key.parameters():
-            mine.zero_()
-    for _ in range(200):
-        assert net(torch.ones(3, 1, 8)).dtype is torch.float32
-    wanted = (1 - 0.999**200) * torch.cat([p.flatten() for p in net.query.parameters()])
-    torch.testing.assert_close(torch.cat([p.flatten() for p in net.key.parameters()]), wanted, rtol=0.02, atol=1e-4)
 
 
 @pytest.mark.parametrize("make", [

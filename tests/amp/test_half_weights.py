@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from lightning_turbo import ApexAMP, amp
+from lightning_turbo.amp import half_weights
+from lightning_turbo.errors import AmpUsageError
 from tests.integration.regression import Regression, apart, fit
 
 
@@ -158,3 +160,32 @@ def test_class_weights_of_a_loss_within_a_network(level, inside):
             return task(batch[0], target) if inside else task.criterion(task.net(batch[0]), target)
 
     assert apart(fit(Model(), ApexAMP(level)), fit(Model()), Model()) < (0.25 if level == "O3" else 0.06)
+
+
+def fused_sgd(params):
+    return torch.optim.SGD(params, lr=0.02, momentum=0.9, fused=True)
+
+
+class Fused(Regression):
+    def configure_optimizers(self):
+        return fused_sgd(self.parameters())
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_fused_sgd_that_leaves_half_weights_as_they_are_is_refused(moves, monkeypatch):
+    monkeypatch.setattr(half_weights, "_moves_half_weights", lambda: moves)
+    net, said = nn.Linear(4, 2), r"O3: expected an SGD that updates half weights.*Leave out fused=True, or take O2"
+    for level in ("O2", "O3"):
+        with contextlib.nullcontext() if moves or level == "O2" else pytest.raises(AmpUsageError, match=said):
+            amp.initialize(net, fused_sgd(net.parameters()), opt_level=level, verbosity=0)
+        amp.shutdown()
+        with contextlib.nullcontext() if moves or level == "O2" else pytest.raises(AmpUsageError, match=said):
+            fit(module := Fused(), ApexAMP(level), max_epochs=1)
+        assert {p.dtype for p in (*net.parameters(), *module.parameters())} == {torch.float32}
+
+
+def test_whether_a_fused_sgd_moves_half_weights_is_tried():
+    weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1.0, fused=True).step()
+    assert half_weights._moves_half_weights() is not bool(weight.any())

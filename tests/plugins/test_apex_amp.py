@@ -67,49 +67,6 @@ def test_dtypes_at_every_level(level, half):
     t.test(model, batches(16), verbose=False)
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_clipping_acts_on_unscaled_gradients(level, algorithm):
-    seen = []
-
-    class AfterClip(pl.Callback):
-        def on_before_zero_grad(self, trainer, module, optimizer):
-            grads = [p.grad.float().flatten() for p in module.parameters() if p.grad is not None]
-            if grads:
-                seen.append(float(torch.cat(grads).norm(2 if algorithm == "norm" else torch.inf)))
-
-    plugin = ApexAMP(level, dtype=torch.float16, loss_scale=128.0 if level == "O3" else None)
-    flags = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
-    trainer(plugin, callbacks=[AfterClip()], **flags).fit(Net(), batches(64))
-    assert max(seen) == pytest.approx(0.05, rel=2e-3)  # half precision at O3
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_halves_the_scale_leaves_every_bit(level):
-    class Bits(pl.Callback):
-        def __init__(self):
-            self.steps = []
-
-        def on_train_batch_end(self, trainer, module, *_):
-            state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
-            params = [p.detach().clone() for g in trainer.optimizers[0].param_groups for p in g["params"]]
-            plugin = trainer.precision_plugin
-            scaler, optimizer = plugin.scaler, trainer.optimizers[0]
-            skips = scaler.skipped_steps, scaler.was_skipped(optimizer)
-            self.steps.append((params, state, scaler.get_scale(), *skips))
-
-    spy, model = Bits(), Net(poison=[2])
-    trainer(ApexAMP(level, dtype=torch.float16), callbacks=[spy]).fit(model, batches(64))
-    before, after = spy.steps[1], spy.steps[2]
-    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
-    for a, b in zip(before[1].values(), after[1].values(), strict=True):
-        assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
-    assert (before[2], after[2]) == (65536.0, 32768.0)
-    assert [s[3] for s in spy.steps] == [0, 0, 1, 1]
-    assert [s[4] for s in spy.steps] == [False, False, True, False]
-    assert not all(torch.equal(a, b) for a, b in zip(after[0], spy.steps[3][0], strict=True))
-
-
 def test_the_scale_doubles_after_its_window_and_keeps_its_limits():
     plugin = ApexAMP("O1", dtype=torch.float16, scaler=ApexGradScaler(growth_interval=2, max_scale=2.0**17))
     trainer(plugin).fit(Net(), batches(96))

@@ -1,0 +1,118 @@
+"""What is written by ``.data``, which no version counter shows: a call computes with it, and sums of it stay exact."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.amp.loops import backward, init, net, sgd
+
+WRITES = {
+    "p.data.fill_": lambda p: p.data.fill_(0.5),
+    "p.data.copy_": lambda p: p.data.copy_(torch.full_like(p, 0.5)),
+    "p.data.mul_": lambda p: p.data.mul_(2.0),
+    "p.data = new": lambda p: setattr(p, "data", torch.full_like(p, 0.5)),
+    "p.data = changed": lambda p: setattr(p, "data", p.data * 2.0),
+    "init": lambda p: nn.init.constant_(p, 0.5),
+    "p.add_": lambda p: torch.no_grad()(p.add_)(1.0),
+}
+NEW = ("p.data = new", "p.data = changed", "init", "p.add_")  # a version counter or an address shows these
+
+
+def at_start(model, optimizer, x):
+    pass
+
+
+def after_a_step(model, optimizer, x):
+    backward(model(x).float().square().mean(), optimizer)
+    optimizer.step()
+
+
+def after_a_forward_pass(model, optimizer, x):
+    model(x)
+
+
+def between_evaluations(model, optimizer, x):
+    with torch.no_grad():
+        model(x)
+
+
+def between_inferences(model, optimizer, x):
+    with torch.inference_mode():
+        model(x)
+
+
+MOMENTS = {
+    at_start: WRITES, after_a_step: WRITES, after_a_forward_pass: NEW, between_evaluations: WRITES,
+    between_inferences: WRITES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(("when", "write"), [(when, write) for when, writes in MOMENTS.items() for write in writes])
+def test_a_call_computes_with_weights_that_were_written_at_any_time(when, write, level):
+    model, x = net(), torch.ones(1, 4)
+    optimizer = sgd(model)
+    init(model, optimizer, level, loss_scale=1.0)
+    when(model, optimizer, x)
+    for param in model.parameters():
+        WRITES[write](param)
+    expected = copy.deepcopy(model).half()(x.half()).float()  # a copy is the network without hooks
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(model(x).float(), expected)
+
+
+class Codebook(nn.Module):
+    """Keeps averages as many codebooks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x):
+        if self.training:
+            self.count.data.add_(1)
+            self.average.data.mul_(0.999).add_(x.detach().mean(0).to(self.average.dtype), alpha=0.001)
+        return x + self.average
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_sums_in_buffers_that_a_call_writes_stay_exact(level):
+    model = nn.Sequential(Codebook(), nn.Linear(4, 2))
+    init(model, sgd(model), level, dtype=torch.bfloat16)
+    for _ in range(300):
+        model(torch.full((2, 4), 2.0))
+    assert model[0].count == 300
+    assert abs(model[0].average.mean() - (2 - 0.999**300)) < 0.01
+
+
+class MomentumEncoder(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.query, self.how = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0), how
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                if self.how == "p.data = new":
+                    mine.data = mine.data * 0.999 + theirs.data * 0.001
+                else:
+                    mine.mul_(0.999).add_(theirs, alpha=0.001)
+        return self.query(x) - self.key(x)
+
+
+@pytest.mark.parametrize("how", ["p.data = new", "no_grad"])
+def test_a_momentum_encoder_follows_by_small_steps(how):
+    model = MomentumEncoder(how)
+    init(model, sgd(model), "O2", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for mine in model.key.parameters():
+            mine.zero_()
+    for _ in range(100):
+        assert model(torch.ones(3, 1, 8)).dtype is torch.float32
+    wanted = (1 - 0.999**100) * torch.cat([p.flatten() for p in model.query.parameters()])
+    torch.testing.assert_close(torch.cat([p.flatten() for p in model.key.parameters()]), wanted, rtol=0.02, atol=1e-4)
