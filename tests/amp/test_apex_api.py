@@ -97,22 +97,6 @@ def test_an_initialize_that_is_refused_leaves_the_earlier_one_on(level, wrap, sa
     step(earlier, optimizer)
 
 
-def test_nothing_is_cast_in_a_step_and_everything_after_it_even_if_its_closure_fails():
-    model, optimizer = ready("O1", loss_scale=1.0)
-    x, seen = torch.ones(2, 4), []
-
-    def closure():
-        optimizer.zero_grad()
-        seen.append(model(x).dtype)
-        backward(model(x).float().square().mean(), optimizer)
-
-    optimizer.step(closure)
-    assert seen == [torch.float32]
-    with pytest.raises(KeyError):
-        optimizer.step(lambda: {}["fails"])
-    assert model(x).dtype is torch.float16
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_loop_without_scale_loss_trains_without_a_scale(level):
     model, plain = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -125,57 +109,6 @@ def test_a_loop_without_scale_loss_trains_without_a_scale(level):
             each(torch.ones(1, 2)).float().sum().backward()
             which.step()
     torch.testing.assert_close(model.weight.float(), plain.weight, rtol=0.02, atol=2e-3)
-
-
-# Registered functions
-
-
-NARROW, WIDE, MATRIX = torch.ones(2, dtype=torch.float16), torch.ones(2), torch.ones(4, 2)
-
-
-@pytest.mark.parametrize(("kind", "home", "name", "args", "dtype"), [
-    ("float", torch, "sigmoid", [NARROW], torch.float32),
-    ("half", torch, "sqrt", [WIDE], torch.float16),
-    ("promote", torch, "hypot", [NARROW, WIDE], torch.float32),
-    ("float", nn.functional, "linear", [WIDE, MATRIX], torch.float32),  # though autocast would cast it below
-    ("half", torch, "exp", [WIDE], torch.float16),
-])  # fmt: skip
-def test_a_registered_function_of_torch_is_put_on_the_list(kind, home, name, args, dtype):
-    function = getattr(home, name)
-    before = function(*args).dtype
-    getattr(amp, f"register_{kind}_function")(home, name)
-    assert function(*args).dtype is before
-    init(net(), None, "O1")
-    assert getattr(home, name) is function
-    assert function(*args).dtype is dtype
-    amp.shutdown()
-    assert function(*args).dtype is before
-
-
-def test_a_registered_function_elsewhere_is_wrapped_once_while_O1_is_on():
-    class Space:
-        @staticmethod
-        def f(x):
-            return x.dtype
-
-        @staticmethod
-        def pair(x, y):
-            return x.dtype, y.dtype
-
-    original = Space.f
-    amp.register_promote_function(Space, "pair")
-    amp.register_float_function(Space, "f")
-    amp.register_half_function(Space, "f")  # the last word counts
-    for level, dtype in (("O1", torch.float16), ("O2", torch.float32), ("O1", torch.float16)):
-        init(net(), None, level)
-        assert Space.f(torch.ones(2)) is dtype
-        assert Space.pair(NARROW, WIDE) == (torch.float32 if level == "O1" else torch.float16, torch.float32)
-    amp.shutdown()
-    assert Space.f is original
-    with pytest.raises(
-        ValueError, match=r"register_half_function: expected the name of a function in .*Space.*, got 'nothing'"
-    ):
-        amp.register_half_function(Space, "nothing")
 
 
 # Checkpoints

@@ -25,34 +25,6 @@ def skips(scaler, optimizer):
     return scaler.state_of(optimizer).is_overflow()
 
 
-def by_autocast(first, second):
-    with torch.autocast("cpu", enabled=False):
-        return first @ second
-
-
-def by_disable_casts(first, second):
-    with amp.disable_casts():
-        return first @ second
-
-
-def by_einsum(first, second):  # apex leaves it alone
-    return torch.einsum("ij,jk->ik", first, second)
-
-
-@pytest.mark.parametrize("product", [by_autocast, by_disable_casts, by_einsum])
-def test_what_ran_in_float32_has_float32_gradients(product):
-    weight = Parameter(torch.randn(16, 16))
-    inputs = torch.randn(16, 16)
-    (wanted,) = torch.autograd.grad(product(inputs, weight).square().mean(), weight)
-    model = torch.nn.Linear(16, 16)
-    optimizer = torch.optim.SGD([weight, *model.parameters()], lr=0.0)
-    init(model, optimizer, "O1", dtype=torch.bfloat16, cast_lists="apex")
-    loss = product(inputs, weight).square().mean()
-    backward(loss, optimizer)
-    assert loss.dtype is torch.float32
-    assert torch.equal(weight.grad, wanted)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("gradients", [
     [(INF, INF), (INF, INF), (1.0, 1.0), (1.0, 1.0)], [(1.0, None), (None, INF), (None, 1.0), (1.0, None)],
@@ -252,36 +224,6 @@ def test_a_pass_that_fails_leaves_the_gradients_of_before(before):
     handle.remove()
     pass_()
     assert net.weight.grad.item() == 1.0 + before
-
-
-class Kernels:
-    @staticmethod
-    def doubled(x):
-        return 2 * x
-
-    @classmethod
-    def of_class(cls, x):
-        return x + cls.__name__.count("K")
-
-    def of_object(self, x):
-        return 3 * x
-
-
-class MoreKernels(Kernels):
-    pass
-
-
-@pytest.mark.parametrize("cls", [Kernels, MoreKernels])
-@pytest.mark.parametrize(("name", "result"), [("doubled", 2.0), ("of_class", 2.0), ("of_object", 3.0)])
-def test_functions_of_a_class_are_registered_as_what_they_are(cls, name, result):
-    before = dict(vars(cls))
-    amp.register_float_function(cls, name)
-    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    called = getattr(cls(), name)(torch.ones(1))
-    amp.shutdown()
-    assert called == result
-    assert getattr(cls(), name)(torch.ones(1)) == result
-    assert dict(vars(cls)) == before
 
 
 def test_the_scaler_is_pickled_without_the_run_that_it_is_in():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_turbo import ApexAMP, ApexGradScaler, amp
-from lightning_turbo.errors import AmpUsageError, TurboWarning
+from lightning_turbo.errors import AmpUsageError
 from tests.integration.regression import LEVELS, Regression, apart, batches, fit, flat, layers
 
 # torch's compiler looks at it.
@@ -289,52 +289,11 @@ def test_no_half_copy_outlives_its_backward_pass(make):
     amp.shutdown()
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_module_is_kept_in_float32(level, by_name):
-    class Spectrum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            seen.append((x.dtype, self.gain.dtype))
-            return torch.fft.irfft(torch.fft.rfft(x) * self.gain)
-
-    seen, keep = [], ["1"] if by_name else [Spectrum]
-    net = nn.Sequential(nn.Linear(4, 4), Spectrum(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    settings = {"opt_level": level, "dtype": torch.bfloat16, "verbosity": 0}
-    amp.initialize(net, optimizer, **settings)
-    with pytest.raises(RuntimeError, match="BFloat16"):
-        net(torch.ones(2, 4))
-    amp.shutdown()
-    amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.01), keep_fp32_modules=keep, **settings)
-    for model in (net, copy.deepcopy(net)):
-        seen.clear()
-        assert model(torch.ones(2, 4)).dtype is torch.float32
-        assert seen == [(torch.float32, torch.float32)]
-    amp.shutdown()
-    for wrong in ("nothing", 3, nn.LSTM):
-        with pytest.raises(AmpUsageError, match=r"keep_fp32_modules: expected a name from model.named_modules\(\)"):
-            amp.initialize(net, keep_fp32_modules=[wrong], **settings)
-    with pytest.raises(AmpUsageError, match="contradicts O1"):
-        amp.initialize(net, opt_level="O1", keep_fp32_modules=keep)
-
-
 def test_the_trainer_keeps_a_module_in_float32():
     module = fit(Regression(), ApexAMP("O2", keep_fp32_modules=["net"]))
     assert torch.equal(flat(module), flat(fit(Regression())))
     with pytest.raises(AmpUsageError, match="keep_fp32_modules: expected a name"):
         fit(Regression(), ApexAMP("O2", keep_fp32_modules=["net.9"]))
-
-
-def test_what_does_not_follow_is_told():
-    net, criterion = layers(), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([*net.parameters(), criterion], lr=0.1)
-    with pytest.warns(TurboWarning, match="SGD holds 1 parameters of no model, which O2 does not cast"):
-        amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
-    amp.shutdown()
 
 
 def test_an_error_in_half_precision_says_what_to_do():

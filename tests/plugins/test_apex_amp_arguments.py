@@ -1,25 +1,13 @@
 """What ApexAMP refuses at construction, in words."""
 
-import math
-import pickle
-
 import pytest
 import torch
-from torch import nn
 
 from lightning_turbo import ApexAMP, ApexGradScaler
 from lightning_turbo.errors import AmpUsageError
 
 
 @pytest.mark.parametrize(("level", "settings", "error", "text"), [
-    ("01", {}, ValueError, "opt_level: expected 'O0', 'O1', 'O2' or 'O3' (the letter O and a digit), got '01'."),
-    ("O1", {"loss_scale": "fast"}, ValueError, "loss_scale: expected 'dynamic' or a finite number"),
-    ("O1", {"loss_scale": 0}, ValueError, "loss_scale: expected"),
-    ("O1", {"loss_scale": math.nan}, ValueError, "also as text, got nan."),
-    ("O2", {"keep_batchnorm_fp32": "maybe"}, AssertionError, "expected True or False, also as text, got 'maybe'"),
-    ("O1", {"keep_batchnorm_fp32": True}, ValueError, "keep_batchnorm_fp32=True contradicts O1"),
-    ("O1", {"master_weights": True}, ValueError, "master_weights=True contradicts O1"),
-    ("O2", {"master_weights": 1}, ValueError, "master_weights: expected True or False, got 1."),
     ("O1", {"dtype": torch.float32}, ValueError, "dtype: expected torch.float16 or torch.bfloat16"),
     ("O1", {"dtype": "fp7"}, TypeError, "dtype: expected a torch dtype, also as text, as 'bfloat16', got 'fp7'."),
     ("O1", {"dtype": 16}, TypeError, "dtype: expected a torch dtype"),
@@ -47,22 +35,6 @@ def test_refused_in_words(level, settings, error, text):
 ])  # fmt: skip
 def test_accepted(level, settings, scale):
     assert ApexAMP(level, **settings).loss_scale == scale
-
-
-@pytest.mark.parametrize(("level", "settings"), [
-    ("O0", {}), ("O1", {"dtype": torch.float16}), ("O1", {"scaler": ApexGradScaler(8.0)}), ("O2", {}), ("O3", {}),
-])  # fmt: skip
-def test_a_pickled_plugin_is_another_that_does_the_same(level, settings):
-    plugin = ApexAMP(level, **settings)
-    other = pickle.loads(pickle.dumps(plugin))
-    assert other.opt_level == level
-    assert other.half_dtype is plugin.half_dtype
-    dtypes = []
-    for casts in (plugin.forward_context(), other.forward_context()):
-        with casts:
-            half = torch.ones(2, 2) @ torch.ones(2, 2)
-            dtypes.append((half.dtype, torch.exp(half).dtype, nn.functional.gelu(half).dtype))
-    assert dtypes[0] == dtypes[1]
 
 
 def test_a_loop_without_a_trainer_is_sent_to_amp():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_turbo import ApexAMP, PrefetchLoader, amp
+from lightning_turbo import ApexAMP, PrefetchLoader
 from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 
@@ -58,33 +58,6 @@ def test_training_goes_on_as_in_float32(first, automatic, window, tmp_path):
         net = train([plugin], ckpt_path=path)
         assert net.losses == pytest.approx(wanted, rel=0.05, abs=4e-4), (first, level, dtype)
         assert plugin.loss_scale == (65536.0 if dtype is HALF else 1.0)
-
-
-@pytest.mark.parametrize("dtype", [HALF, BRAIN])
-def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
-    seen = []
-    in_half, in_float = (decorate(lambda x: x.dtype) for decorate in (amp.half_function, amp.float_function))
-
-    class Choosing(Net):
-        def training_step(self, batch, index):
-            made = self.net(batch[0])
-            with amp.disable_casts():
-                seen.extend([(batch[0] @ self.net.weight.T).dtype, in_half(batch[0])])
-            seen.extend([torch.mm(batch[0], self.net.weight.T).dtype, in_float(made)])
-            seen.extend([torch.exp(batch[0]).dtype, in_half(batch[0])])
-            return super().training_step(batch, index)
-
-    functions = torch.mm, torch.exp
-    amp.register_float_function(torch, "mm")
-    amp.register_half_function(torch, "exp")
-    try:
-        trainer = quiet_trainer(max_steps=1, plugins=[ApexAMP("O1", dtype=dtype)])
-        trainer.fit(Choosing(), PrefetchLoader(TensorDataset(torch.randn(8, 4)), batch_size=8))
-    finally:
-        amp.registration._registered.clear()
-    assert seen == [torch.float32] * 4 + [dtype] * 2
-    assert in_half(torch.ones(1)) is torch.float32  # when the run is over
-    assert (torch.mm, torch.exp) == functions
 
 
 @pytest.mark.parametrize(("first", "state", "then", "scale"), [
