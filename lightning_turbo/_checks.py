@@ -7,12 +7,12 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar, cast
 
 __all__ = [
     "answer_unknown", "check_choice", "check_count", "check_functions", "check_switches", "expect", "inherits",
-    "is_list", "is_number", "is_size", "is_whole", "suggest",
+    "is_list", "is_number", "is_size", "is_whole", "refuse_name", "suggest",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Callable[..., None])
@@ -135,3 +135,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean X?"`` with the known name that is most like a word, or an empty text."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def refuse_name(module: str, name: str, instead: Mapping[str, str]) -> Exception:
+    """Return the error for a name of a module of apex's, which says what to take instead."""
+    if name.startswith("_"):  # what asks every module, as inspect
+        return AttributeError(name)
+    remedy = instead.get(name, "what docs/migration.md names")
+    return ImportError(f"{module}.{name} is not part of this package. Take {remedy}.", name=name)

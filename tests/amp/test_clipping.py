@@ -138,16 +138,15 @@ LOOPS = {
     "Trainer, manual": functools.partial(by_trainer, module=Manual),
 }
 ROWS = [
-    *((loop, level, scale) for loop in LOOPS if loop.startswith("amp") for level in ("O0", "O1", "O2", "O3")
-      for scale in ("dynamic", 128.0) if (loop, level) != ("amp, fused", "O3")),
-    *(("scaler", "none", scale) for scale in ("dynamic", 128.0)),
-    *(("Trainer", level, 128.0) for level in ("O0", "O1", "O2", "O3")),
-    *((loop, level, "dynamic") for loop in LOOPS if loop.startswith("Trainer, ") for level in ("O1", "O2")),
+    *((loop, level, *how) for loop in LOOPS if loop.startswith("amp") for level in ("O0", "O1", "O2", "O3")
+      for how in (("dynamic", "norm"), (128.0, "value")) if (loop, level) != ("amp, fused", "O3")),
+    ("scaler", "none", "dynamic", "norm"), ("scaler", "none", 128.0, "value"),
+    *(("Trainer", level, 128.0, kind) for level in ("O0", "O1", "O2", "O3") for kind in CLIP),
+    *((loop, level, "dynamic", "norm") for loop in LOOPS if loop.startswith("Trainer, ") for level in ("O1", "O2")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", CLIP)
-@pytest.mark.parametrize(("loop", "level", "scale"), ROWS)
+@pytest.mark.parametrize(("loop", "level", "scale", "kind"), ROWS)
 def test_clipping_acts_on_unscaled_gradients_and_trains_as_float32_does(loop, level, scale, kind):
     wanted = in_float32(kind)
     model, sizes = LOOPS[loop](kind, level, scale)
