@@ -112,6 +112,10 @@ class ExactResume(Callback):
     - forgets a ``GradientAccumulationScheduler`` in the rest of an epoch (only the turbo strategies correct this);
     - forgets when ``reload_dataloaders_every_n_epochs`` last reloaded.
 
+    It begins in ``setup``, reads a checkpoint before Lightning does, and restores what is beside the counters in
+    ``on_train_start``. From there to ``teardown``, or an error, it stands around the validation's loop. Always: a
+    checkpoint that is saved before the restored validation is made holds what that begins with.
+
     Note:
         Exact with loaders that know their position: ``PrefetchLoader``, torchdata's ``StatefulDataLoader``, at the end
         of an epoch any loader. A ``PrefetchLoader`` goes on at its sample with other ranks and batch sizes too; the

@@ -253,7 +253,7 @@ class PrefetchLoader(DataLoader[T]):
         if self.persistent_workers and self._limit is None:
             limit = 0  # no thread, see the note in the docstring of this class
         workers = None if self.persistent_workers else source  # that end with this epoch
-        lock = LoadingLock() if self._threaded and not self.num_workers else TURNS
+        lock = LoadingLock() if self._threaded is not None and not self.num_workers else TURNS
         on_close = functools.partial(_leave, workers, self._threaded, put_back, position)
         background = Background(source, lock, limit, snapshot, on_close)
         is_seeded = isinstance(self.dataset, SeededDataset)

@@ -16,9 +16,10 @@ __all__ = ["Position"]
 class Position:
     """How far an iterator is, and the random states that a state of its loader needs.
 
-    A loader makes one for each ``iter()``, and its iterator writes to it: a count with each batch, the states where
-    loading may draw. The loader keeps it, so that it can be asked after the iterator was dropped, until the next
-    ``iter()``. Always: ``consumed`` counts what the caller got, whatever was loaded ahead.
+    ``Epochs.begin`` makes one for each ``iter()`` of a loader, and a ``PrefetchIterator`` over another source its own
+    one. The iterator writes to it: a count with each batch, the states where loading may draw. The loader keeps it, so
+    that it can be asked after the iterator was dropped, until the next ``iter()`` or the next state that is loaded.
+    Always: ``consumed`` counts what the caller got, whatever was loaded ahead.
 
     Args:
         consumed: Batches of the epoch that were used before this iterator.

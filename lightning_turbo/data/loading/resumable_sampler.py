@@ -52,10 +52,11 @@ _END = object()
 class ResumableSampler:
     """A sampler around a sampler that records how its order began, and can begin there again.
 
-    A loader makes one and keeps it. Before each ``iter()`` of the loader, ``begin`` decides which of four ways the next
-    order goes: a new one, the rest of one that began with these samplers, the rest of one that is resharded, or,
-    where worker processes stay, a new one from states that were read before torch drew a seed. torch then calls
-    ``iter``, twice where there are worker processes; each way is a generator below. It ends with the sampler inside.
+    A loader makes one, and another one when its samplers are made again; its ``IndexEpochs`` keeps it. Before each
+    ``iter()`` of the loader, ``begin`` decides which of four ways the next order goes: a new one, the rest of one that
+    began with these samplers, the rest of one that is resharded, or, where worker processes stay, a new one from states
+    that were read before torch drew a seed. torch then calls ``iter``, twice where there are worker processes; each way
+    is a method below, which returns the generator of its entries. It ends with the sampler inside.
 
     An order follows from the states of the random generators when the sampler is asked for an iterator and when its
     first entry is drawn, and from its epoch if it has one. These are recorded; the entries are not kept. Of the

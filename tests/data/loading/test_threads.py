@@ -7,7 +7,7 @@ import traceback
 import weakref
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo.data import PrefetchLoader
 from tests.data.samples import Rows, values
@@ -57,6 +57,31 @@ def test_batches_of_any_size_are_in_their_order(length, threads):
     data = Rows(length, lambda index: time.sleep(0.001 * (index % 2)) or index)
     for size in (1, 4, 40):
         assert values(PrefetchLoader(data, size, threads=threads)) == values(DataLoader(data, size))
+
+
+class NoLength(Dataset):
+    """A dataset with indices that cannot tell its length: the sampler knows it."""
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return index
+
+
+class SaysNone(NoLength):
+    """Whose length is that of what it keeps, as of a cache that is empty still."""
+
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.parametrize("data", [NoLength, SaysNone])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_is_not_asked_for_its_length(data, workers):
+    loaders = [
+        cls(data(), 4, sampler=range(21), num_workers=workers, **own)
+        for cls, own in ((DataLoader, {}), (PrefetchLoader, {"threads": 2}))
+    ]
+    assert values(loaders[1]) == values(loaders[0])
 
 
 def test_no_sample_is_begun_after_one_that_failed():
