@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_turbo._distributed import error_under_way, gather_for_checkpoint, rank_and_size
 from lightning_turbo._lightning import (
@@ -26,13 +27,20 @@ from lightning_turbo._lightning import (
     rank_zero_warn,
     set_sampler_epoch,
 )
-from lightning_turbo._random import same_random_numbers, set_generator_state, set_shared_state, shared_state
+from lightning_turbo._random import (
+    generator_state,
+    generators_in,
+    same_random_numbers,
+    set_generator_state,
+    set_shared_state,
+    shared_state,
+)
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import is_fitting, warn_of_open_window
 from lightning_turbo.data.loading.epoch_state import EpochState, used_states
 from lightning_turbo.data.loading.epochs import length_of
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.loading.resumable_sampler import ResumableSampler
+from lightning_turbo.data.loading.resumable_sampler import ResumableSampler, generators_of
 from lightning_turbo.data.sample_seeds import seeds_of
 from lightning_turbo.errors import TurboWarning
 
@@ -51,6 +59,8 @@ class _Restored:
             later epoch than the first, such a checkpoint is ``over`` too.
         used: Batches of the epoch that were used; ``None`` if a step may take several.
         loaders: The states of the training loaders.
+        generators: Those of the random generators that each training loader of another class, its samplers and,
+            without worker processes, its dataset hold; empty if the checkpoint does not tell.
         ranks: How many ranks the run had, 0 if the checkpoint does not tell.
         batch_sizes: Those of its training loaders, empty if the checkpoint does not tell.
         random: The states of this rank's random generators, if the checkpoint has them.
@@ -64,6 +74,7 @@ class _Restored:
     begins: bool
     used: int | None
     loaders: list[Any]
+    generators: list[list[Any]]
     ranks: int
     batch_sizes: list[int]
     random: dict[str, Any] | None
@@ -164,6 +175,7 @@ class ExactResume(Callback):
         own["counted"] = _is_counted(trainer)
         own["monitored"], own["plateaus"] = _monitored(trainer), _plateaus_wait(trainer)
         own["loaders"] = _loop_state(checkpoint).get("combined_loader", [])
+        own["generators"] = _states_of_generators(trainer.fit_loop._combined_loader)
         _leave_states_to_lightning(trainer, checkpoint)
         own["validation"] = dataclasses.asdict(self._next_validation(trainer))
         self._searches = _is_starting(trainer) and not self._training
@@ -212,6 +224,7 @@ class ExactResume(Callback):
                 _restore_generators(trainer.fit_loop, restored.loaders)
             else:
                 _restore_loaders_of_whole_epoch(trainer.fit_loop, restored.loaders)
+            _set_generators(trainer.fit_loop._combined_loader, restored.generators)
         else:
             said += _restore_loaders_in_epoch(trainer, restored)
         # After the loaders, whose iter() draws numbers that a run without a stop drew long before.
@@ -299,6 +312,7 @@ def _restore_counters(trainer: Any, checkpoint: dict[str, Any], fit: dict[str, A
         begins=begins,
         used=used,
         loaders=loaders,
+        generators=own.get("generators", []),
         ranks=first.get("ranks", len(checkpoint.get(KEY, []))),
         batch_sizes=first.get("batch_sizes", []),
         random=random,
@@ -671,8 +685,10 @@ def _tell_of_batches(state: EpochState) -> str:
 
 def _restore_loaders_of_whole_epoch(loop: Any, states: list[Any]) -> None:
     """Load the states of loaders that begin the next epoch with them; the others start afresh."""
+    # torchdata's own would yield nothing: its state is that of an epoch without a batch that is left.
+    torchdata = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", ())
     for loader, state in zip(_stateful(loop._combined_loader), states, strict=False):
-        if _begins_an_epoch(loader, state):
+        if not isinstance(loader, torchdata):
             loader.load_state_dict(state)
 
 
@@ -689,10 +705,26 @@ def _restore_generators(loop: Any, states: list[Any]) -> None:
                 set_generator_state(generator, own)
 
 
-def _begins_an_epoch(loader: Any, state: Any) -> bool:
-    """Whether a loader begins the next epoch with a state of the end of one; torchdata's own would yield nothing."""
-    torchdata = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", ())
-    return hasattr(loader, "set_epoch") or not isinstance(loader, torchdata)
+def _states_of_generators(combined: Any) -> list[list[Any]]:
+    """Return the states of the generators of loaders that do not count their batches; those that do save them."""
+    loaders = [] if combined is None else combined.flattened
+    return [[generator_state(each) for each in _generators_of(loader)] for loader in loaders]
+
+
+def _set_generators(combined: Any, states: list[list[Any]]) -> None:
+    """Set the generators of loaders that do not count their batches, where they hold as many as they did."""
+    for loader, own in zip(combined.flattened, states, strict=False):
+        generators = _generators_of(loader)
+        if len(generators) == len(own):
+            for generator, state in zip(generators, own, strict=True):
+                set_generator_state(generator, state)
+
+
+def _generators_of(loader: Any) -> list[Any]:
+    if not isinstance(loader, DataLoader) or (isinstance(loader, PrefetchLoader) and loader.counts_batches):
+        return []
+    own = generators_of(loader.generator, loader._index_sampler)
+    return own if loader.num_workers else [*own, *generators_in(loader.dataset)]
 
 
 def _counting_loaders(loop: Any) -> list[PrefetchLoader[Any]]:

@@ -11,12 +11,13 @@ from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from lightning_turbo import PrefetchDataModule, PrefetchLoader, SeededSampler
+from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader, SeededSampler
 from lightning_turbo.data.loading.loader import prefetching
-from tests.data.samples import Stream
+from tests.data.samples import Rows, Stream, seeded
 from tests.integration.noting import EACH_STRATEGY, Save, fit, gives, matrix
 from tests.trainers import quiet_trainer
 from tests.versions import BEGINS_ONCE, unpickling
@@ -44,12 +45,12 @@ def sides(strategy, cls=DataLoader):
 class Own(IterableDataset):
     """Keeps its place itself, and draws from a generator of its own."""
 
-    def __init__(self):
-        self.at, self.loaded, self.rng = 0, False, torch.Generator().manual_seed(3)
+    def __init__(self, length=8):
+        self.length, self.at, self.loaded, self.rng = length, 0, False, torch.Generator().manual_seed(3)
 
     def __iter__(self):
         self.at, self.loaded = self.at if self.loaded else 0, False
-        while self.at < 8:
+        while self.at < self.length:
             self.at += 1
             yield torch.randint(1000, (), generator=self.rng)
 
@@ -410,3 +411,100 @@ def test_a_stream_that_draws_goes_on_with_the_same_samples_and_numbers(stream, b
     whole = fit(gives(DataLoader(stream(), 2)), Save(tmp_path / "a.ckpt", batches))
     rest = fit(gives(DataLoader(stream(), 2)), seed=1, ckpt_path=tmp_path / "a.ckpt")
     assert (rest.seen, rest.losses) == (whole.seen[batches:], whole.losses[batches:])
+
+
+class Drawing(Rows):
+    """Adds a number of a generator of its own."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.rng = seeded(3)
+
+    def __getitem__(self, index):
+        return 1000 * index + int(torch.randint(1000, (), generator=self.rng))
+
+
+class Shuffles(Sampler):
+    """Draws from a generator of NumPy's."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter(self.rng.permutation(8).tolist())
+
+
+# Loaders that do not count their batches for ExactResume.
+FOREIGN = {
+    "plain": lambda: loader(8, 1),
+    "plain, workers": lambda: loader(8, 1, num_workers=1),
+    "plain, workers stay": lambda: loader(8, 1, num_workers=1, persistent_workers=True),
+    "plain, replacement": lambda: DataLoader(
+        range(8), 2, sampler=RandomSampler(range(8), replacement=True, num_samples=10, generator=seeded(1))
+    ),
+    "plain, NumPy": lambda: DataLoader(range(8), 2, sampler=Shuffles()),
+    "torchdata": lambda: StatefulDataLoader(range(8), 2, shuffle=True),
+    "torchdata, generator": lambda: loader(8, 1, StatefulDataLoader),
+    "torchdata, replacement": lambda: StatefulDataLoader(
+        range(8), 2, sampler=RandomSampler(range(8), replacement=True, num_samples=10, generator=seeded(1))
+    ),
+    "torchdata, NumPy": lambda: StatefulDataLoader(range(8), 2, sampler=Shuffles()),
+    "torchdata, workers": lambda: StatefulDataLoader(range(8), 2, shuffle=True, num_workers=1),
+    "torchdata, workers stay": lambda: StatefulDataLoader(
+        range(8), 2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "torchdata, distributed": lambda: StatefulDataLoader(
+        range(16), 2, sampler=StatefulDistributedSampler(range(16), 2, 1)
+    ),
+    "plain, dataset": lambda: DataLoader(Drawing(), 2, shuffle=True),
+    "torchdata, dataset": lambda: StatefulDataLoader(Drawing(), 2, shuffle=True),
+    "torchdata, stream": lambda: StatefulDataLoader(Own(), 2),
+    "torchdata, stream of a worker": lambda: StatefulDataLoader(Own(), 2, num_workers=1),
+    "torchdata, two": lambda: CombinedLoader(
+        {"a": StatefulDataLoader(range(8), 2, shuffle=True), "b": loader(6, 2)}, "max_size_cycle"
+    ),
+}
+
+
+@BEGINS_ONCE
+@matrix(
+    ("name", "limit", "hook", "base"), list(FOREIGN), [1.0, 3], ["on_train_batch_end", "on_train_epoch_end"],
+    [pytest.param(LightningDataModule, id="alone"), pytest.param(PrefetchDataModule, id="prefetching")],
+)  # fmt: skip
+def test_loaders_of_other_classes_begin_the_next_epoch_as_in_one_run(name, limit, hook, base, tmp_path):
+    kinds = (ExactResume,)
+    length = len(run(FOREIGN[name], base, None, ExactResume(), limit_train_batches=limit, max_epochs=1))
+    seen = check(FOREIGN[name], base, tmp_path / "c", 2 * length, hook, kinds, limit_train_batches=limit)
+    assert len(seen) == 3 * length
+
+
+# One loader of three whose passes are shorter than the epoch of the longest.
+PASSES = {
+    "shuffled": lambda cls, length: loader(length, length, cls),
+    "shuffled by the global generator": lambda cls, length: cls(range(length), 2, shuffle=True),
+    "workers": lambda cls, length: loader(length, length, cls, num_workers=1),
+    "workers stay": lambda cls, length: loader(length, length, cls, num_workers=1, persistent_workers=True),
+    "with an epoch": lambda cls, length: cls(range(length), 2, sampler=SeededSampler(range(length), 3)),
+    "stream": lambda cls, length: cls(Stream(length), 2),
+    "own": lambda cls, length: cls(Own(length), 2),
+    "torchdata": lambda cls, length: prefetching(StatefulDataLoader)(range(length), 2, shuffle=True),
+    "torchdata, generator": lambda cls, length: loader(length, length, prefetching(StatefulDataLoader)),
+    "torchdata, stream": lambda cls, length: prefetching(StatefulDataLoader)(Own(length), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Loading a batch draws")
+@matrix(
+    ("name", "stops"), list(PASSES),
+    [[(4, "on_train_batch_end")], [(5, "on_train_batch_end"), (9, "on_train_batch_end")], [(3, "on_train_batch_start")],
+     [(4, "on_train_batch_end"), (5, "on_train_batch_end"), (8, "on_train_batch_end")]],
+)  # fmt: skip
+def test_loaders_that_have_begun_again_within_an_epoch(name, stops, tmp_path):
+    def make():
+        made = {str(length): PASSES[name](PrefetchLoader, length) for length in (10, 6, 4)}
+        return CombinedLoader(made, "max_size_cycle")
+
+    check_stops(make, LightningDataModule, stops, tmp_path, strategy="turbo")
