@@ -9,7 +9,7 @@ import inspect
 import random
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -61,6 +61,8 @@ class _Restored:
         loaders: The states of the training loaders.
         generators: Those of the random generators that each training loader of another class, its samplers and,
             without worker processes, its dataset hold; empty if the checkpoint does not tell.
+        exhausted: Of each loader, whether a pass over it has ended, where loaders begin again within an epoch; empty
+            where they do not.
         ranks: How many ranks the run had, 0 if the checkpoint does not tell.
         batch_sizes: Those of its training loaders, empty if the checkpoint does not tell.
         random: The states of this rank's random generators, if the checkpoint has them.
@@ -75,6 +77,7 @@ class _Restored:
     used: int | None
     loaders: list[Any]
     generators: list[list[Any]]
+    exhausted: list[bool]
     ranks: int
     batch_sizes: list[int]
     random: dict[str, Any] | None
@@ -164,6 +167,9 @@ class ExactResume(Callback):
         self._restored = None
         self._training = self._searches = self._is_validating = False
         self._begun, self._pending = _Validation(), None
+        self._put_back()
+
+    def _put_back(self) -> None:
         while self._replaced:
             self._replaced.pop().put_back()
 
@@ -174,7 +180,9 @@ class ExactResume(Callback):
         own["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         own["counted"] = _is_counted(trainer)
         own["monitored"], own["plateaus"] = _monitored(trainer), _plateaus_wait(trainer)
+        _correct_own_states(trainer, checkpoint)
         own["loaders"] = _loop_state(checkpoint).get("combined_loader", [])
+        own["exhausted"] = _exhausted(trainer.fit_loop._combined_loader)
         own["generators"] = _states_of_generators(trainer.fit_loop._combined_loader)
         _leave_states_to_lightning(trainer, checkpoint)
         own["validation"] = dataclasses.asdict(self._next_validation(trainer))
@@ -195,10 +203,16 @@ class ExactResume(Callback):
             return
         warn_of_open_window(trainer, checkpoint, self)
         self._restored = _restore_counters(trainer, checkpoint, fit)
+        loop = trainer.fit_loop
+        self._replaced += [
+            ReplacedMethod(loop, "setup_data", functools.partial(_begin_no_epoch, loop)),
+            ReplacedMethod(loop, "_load_combined_loader_states", functools.partial(_set_loaders_aside, loop)),
+        ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore counters, loaders and random generators."""
         self._training, self._searches = True, False
+        self._put_back()
         validation = trainer.fit_loop.epoch_loop.val_loop
         self._replaced += [
             ReplacedMethod(validation, "reset", functools.partial(self._reset_validation, trainer)),
@@ -235,9 +249,8 @@ class ExactResume(Callback):
             rank_zero_info(f"turbo: {' '.join(said)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the validation's loop as it was."""
-        while self._replaced:
-            self._replaced.pop().put_back()
+        """Leave the loops as they were."""
+        self._put_back()
 
     def _validate(self, run: Callable[[], Any]) -> Any:
         """Run a validation; until it has returned, a checkpoint is one of within it, also after an error."""
@@ -313,6 +326,7 @@ def _restore_counters(trainer: Any, checkpoint: dict[str, Any], fit: dict[str, A
         used=used,
         loaders=loaders,
         generators=own.get("generators", []),
+        exhausted=own.get("exhausted", []),
         ranks=first.get("ranks", len(checkpoint.get(KEY, []))),
         batch_sizes=first.get("batch_sizes", []),
         random=random,
@@ -504,6 +518,38 @@ def _restore_monitored(trainer: Any, restored: _Restored) -> None:
 # Loaders
 
 
+class _Waiting:
+    """Stands for a loader while Lightning calls ``iter`` on it before its state is loaded: it has no batches yet.
+
+    Otherwise a batch of a stream would be fetched that nobody uses, and worker processes started twice.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _set_loaders_aside(loop: Any, load_states: Callable[[], None]) -> None:
+    """Let others stand for the loaders in the ``iter`` that follows in Lightning's ``setup_data``."""
+    load_states()
+    loop._combined_loader.flattened = [_Waiting(each) for each in loop._combined_loader.flattened]
+
+
+def _begin_no_epoch(loop: Any, set_up: Callable[[], None]) -> None:
+    """Set the loaders up, and begin no epoch: it begins when their states are loaded."""
+    try:
+        set_up()
+    finally:
+        combined = loop._combined_loader
+        if combined is not None:
+            combined.flattened = [each.loader if isinstance(each, _Waiting) else each for each in combined.flattened]
+
+
 def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
     """Have loaders go on within their epoch, and return what is to be said of other ranks and batch sizes."""
     loop, said = trainer.fit_loop, []
@@ -518,7 +564,14 @@ def _restore_loaders_in_epoch(trainer: Any, restored: _Restored) -> list[str]:
     for loader in loop._combined_loader.flattened:
         set_sampler_epoch(loader, loop.epoch_progress.current.processed)
     iter(loop._data_fetcher)
+    if len(restored.exhausted) == len(_exhausted(loop._combined_loader)) > 0:
+        # Without a length, the epoch ends when each loader has ended once.
+        loop._combined_loader._iterator._consumed = list(restored.exhausted)
     return said
+
+
+def _exhausted(combined: Any) -> list[bool]:
+    return list(getattr(getattr(combined, "_iterator", None), "_consumed", ()))
 
 
 def _read(state: Any) -> EpochState | None:
@@ -773,6 +826,19 @@ def _leave_states_to_lightning(trainer: Any, checkpoint: dict[str, Any]) -> None
     ]
     if kept:
         states["combined_loader"] = kept
+
+
+def _correct_own_states(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Take batches that were fetched and not used out of the states of loaders whose class keeps its own."""
+    states, loop = _loop_state(checkpoint).get("combined_loader", []), trainer.fit_loop
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    if not states or loop._data_fetcher is None or loop._data_fetcher.fetched == 0:
+        return
+    _, _, used = _read_position(trainer, fit)
+    unused = 0 if used is None else loop._data_fetcher.fetched - used
+    for number, loader in enumerate(_stateful(loop._combined_loader)):
+        if unused > 0 and isinstance(loader, PrefetchLoader) and not loader.counts_batches:
+            states[number] = loader.state_before(unused)
 
 
 def _states_of_rank(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader, SeededSampler
 from lightning_turbo.data.loading.loader import prefetching
+from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, Stream, seeded
 from tests.integration.noting import EACH_STRATEGY, Save, fit, gives, matrix
 from tests.trainers import quiet_trainer
@@ -52,7 +53,10 @@ class Own(IterableDataset):
         self.at, self.loaded = self.at if self.loaded else 0, False
         while self.at < self.length:
             self.at += 1
-            yield torch.randint(1000, (), generator=self.rng)
+            yield self.sample()
+
+    def sample(self):
+        return torch.randint(1000, (), generator=self.rng)
 
     def state_dict(self):
         return {"at": self.at, "rng": self.rng.get_state()}
@@ -481,6 +485,13 @@ def test_loaders_of_other_classes_begin_the_next_epoch_as_in_one_run(name, limit
     assert len(seen) == 3 * length
 
 
+class Placed(Own):
+    """Keeps its place, and draws nothing."""
+
+    def sample(self):
+        return torch.tensor(self.at)
+
+
 # One loader of three whose passes are shorter than the epoch of the longest.
 PASSES = {
     "shuffled": lambda cls, length: loader(length, length, cls),
@@ -491,20 +502,33 @@ PASSES = {
     "stream": lambda cls, length: cls(Stream(length), 2),
     "own": lambda cls, length: cls(Own(length), 2),
     "torchdata": lambda cls, length: prefetching(StatefulDataLoader)(range(length), 2, shuffle=True),
-    "torchdata, generator": lambda cls, length: loader(length, length, prefetching(StatefulDataLoader)),
-    "torchdata, stream": lambda cls, length: prefetching(StatefulDataLoader)(Own(length), 2),
+    "torchdata, stream": lambda cls, length: prefetching(StatefulDataLoader)(Placed(length), 2),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Loading a batch draws")
 @matrix(
     ("name", "stops"), list(PASSES),
-    [[(4, "on_train_batch_end")], [(5, "on_train_batch_end"), (9, "on_train_batch_end")], [(3, "on_train_batch_start")],
+    [[(4, "on_train_batch_end")], [(5, "on_train_batch_end"), (9, "on_train_batch_end")], [(4, "on_train_batch_start")],
      [(4, "on_train_batch_end"), (5, "on_train_batch_end"), (8, "on_train_batch_end")]],
 )  # fmt: skip
 def test_loaders_that_have_begun_again_within_an_epoch(name, stops, tmp_path):
-    def make():
-        made = {str(length): PASSES[name](PrefetchLoader, length) for length in (10, 6, 4)}
-        return CombinedLoader(made, "max_size_cycle")
+    check_stops(lambda: three(name), LightningDataModule, stops, tmp_path, strategy="turbo")
 
-    check_stops(make, LightningDataModule, stops, tmp_path, strategy="turbo")
+
+def three(name):
+    made = {str(length): PASSES[name](PrefetchLoader, length) for length in (10, 6, 4)}
+    return CombinedLoader(made, "max_size_cycle")
+
+
+@pytest.mark.parametrize("name", ["stream", "torchdata, stream"])
+def test_batches_of_a_pass_that_ended_within_a_step_are_said_to_be_left_out(name, tmp_path):
+    """Two batches were fetched and not used, the one of the step and one ahead, and a pass ended between them."""
+    save = Save(tmp_path / "c", 3, "on_train_batch_start")
+
+    def stop_and_go_on():
+        for path in (None, tmp_path / "c"):
+            run(lambda: three(name), LightningDataModule, path, save, strategy="turbo", max_epochs=1)
+
+    with pytest.warns(TurboWarning, match="the last 1 of its pass before are left out"):
+        stop_and_go_on()

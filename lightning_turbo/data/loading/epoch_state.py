@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_turbo.data.orders.sharding import SampleOrder, Shards
+from lightning_turbo.errors import TurboWarning
 
-__all__ = ["EpochState", "GeneratorStates", "OrderStart", "StreamPlace", "used_states"]
+__all__ = ["EpochState", "GeneratorStates", "OrderStart", "StreamPlace", "used_states", "warn_of_last_pass"]
 
 VERSION = 1
 
@@ -259,8 +261,20 @@ def used_states(states: Sequence[Any], *, over: bool, used: int | None = None) -
     ]
 
 
+def warn_of_last_pass(left_out: int) -> None:
+    """Warn of batches of a pass that is over, which no state of the pass after it can give again."""
+    warnings.warn(
+        f"A loader began again within the epoch, after batches that were fetched and not used: the last {left_out} of "
+        "its pass before are left out. Save after a step and not within one, or give the loaders a length.",
+        TurboWarning,
+        stacklevel=3,
+    )
+
+
 def _used(state: EpochState, most: int, unused: int, over: bool) -> dict[str, Any]:
     # A loader that had ended before gave none of the last batches, those that were not used.
     rest = min(state.consumed, most - unused) if state.ended else state.consumed - unused
+    if rest < 0 and not over:
+        warn_of_last_pass(-rest)
     # Where nothing was used, the epoch after the one that is over was begun.
     return state.with_used(max(0, rest), unused=unused, over=over and rest > 0).to_dict()

@@ -21,7 +21,7 @@ from lightning_turbo._random import (
     torch_state,
 )
 from lightning_turbo.data.loading import streams
-from lightning_turbo.data.loading.epoch_state import EpochState, GeneratorStates, OrderStart
+from lightning_turbo.data.loading.epoch_state import EpochState, GeneratorStates, OrderStart, warn_of_last_pass
 from lightning_turbo.data.loading.position import Position
 from lightning_turbo.data.loading.resumable_sampler import ResumableSampler
 from lightning_turbo.data.loading.torch_workers import samples_of_stream
@@ -87,9 +87,14 @@ class OwnStateEpochs:
         position.keep(copy.deepcopy(state_dict()))
         return Begun(source, position, lambda: copy.deepcopy(state_dict()))
 
-    def describe(self, loader: Any, position: Position | None) -> Any:
-        """Return the state after the batch that was returned last."""
-        return loader._behind.state_dict() if position is None else position.states[-1][1]
+    def describe(self, loader: Any, position: Position | None, unused: int = 0) -> Any:
+        """Return the state after the batch that was returned last, or after an earlier one."""
+        if position is None:
+            return loader._behind.state_dict()
+        if unused > position.consumed:
+            warn_of_last_pass(unused - position.consumed)
+        number = max(0, position.consumed - unused)
+        return next(state for after, state in reversed(position.states) if after <= number or after == position.begun)
 
     def reshard(self, loader: Any, state: Any) -> Any:
         """Return the state as it is: the class alone knows what it means."""

@@ -342,6 +342,15 @@ class PrefetchLoader(DataLoader[T]):
         loaded = self._state_to_load()
         return self._epochs.describe(self, self._position) if loaded is None else loaded
 
+    def state_before(self, unused: int) -> dict[str, Any]:
+        """Return what ``state_dict`` gave before the latest batches, of a loader whose class keeps a state of its own.
+
+        Args:
+            unused: How many batches were returned and not used, as those that a Trainer has fetched ahead; 2 at most.
+        """
+        assert isinstance(self._epochs, OwnStateEpochs)
+        return self._epochs.describe(self, self._position, unused)
+
     def _warn_of_generators(self, over: bool) -> None:
         """Warn of generators that the dataset holds in each worker process; those of new processes begin again."""
         lost = self.num_workers and (self.persistent_workers or not over)

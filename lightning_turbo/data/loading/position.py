@@ -30,7 +30,7 @@ class Position:
         consumed: Batches of the epoch that were returned or raised.
         begun: How many of them were so before this iterator.
         ended: Whether the end was reached.
-        states: What the source said of itself after the last two batches that were returned, with the numbers of
+        states: What the source said of itself after the last three batches that were returned, with the numbers of
             batches; the last one may be of the end. For loaders and streams with such a state.
         rng_before_first: The global RNGs before the first batch of the epoch; ``None`` if nobody noted them.
         rng_before_latest: The same before the latest batch, where loading may draw from them.
@@ -54,7 +54,7 @@ class Position:
     def keep(self, state: Any) -> None:
         """Keep what the source said of itself at this place."""
         earlier = [each for each in self.states if each[0] < self.consumed]  # the end is at the last batch's number
-        self.states = [*earlier[-1:], (self.consumed, state)]
+        self.states = [*earlier[-2:], (self.consumed, state)]
 
     def note(self) -> AbstractContextManager[None]:
         """Note the random generators before a batch is loaded, and return in what it is to be loaded."""
