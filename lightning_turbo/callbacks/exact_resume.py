@@ -131,10 +131,11 @@ class ExactResume(Callback):
     checkpoint that is saved before the restored validation is made holds what that begins with.
 
     Note:
-        Exact with loaders that know their position: ``PrefetchLoader``, torchdata's ``StatefulDataLoader``, at the end
-        of an epoch any loader. A ``PrefetchLoader`` goes on at its sample with other ranks and batch sizes too; the
-        numbers of batches that are left follow, and are said. A hook ``on_train_start`` that draws random numbers
-        changes those that follow. Saving is a collective call if there are several ranks.
+        Exact with loaders that know their position: ``PrefetchLoader``, torchdata's ``StatefulDataLoader``; at the end
+        of an epoch any loader whose order follows from random generators and ``set_epoch``. A ``PrefetchLoader`` goes
+        on at its sample with other ranks and batch sizes too; the numbers of batches that are left follow, and are
+        said. A hook ``on_train_start`` that draws random numbers changes those that follow. Saving is a collective
+        call if there are several ranks.
 
     Example:
         >>> from lightning.pytorch import Trainer
