@@ -417,7 +417,7 @@ def test_a_stream_that_draws_goes_on_with_the_same_samples_and_numbers(stream, b
     assert (rest.seen, rest.losses) == (whole.seen[batches:], whole.losses[batches:])
 
 
-class Drawing(Rows):
+class DrawingRows(Rows):
     """Adds a number of a generator of its own."""
 
     def __init__(self):
@@ -463,8 +463,8 @@ FOREIGN = {
     "torchdata, distributed": lambda: StatefulDataLoader(
         range(16), 2, sampler=StatefulDistributedSampler(range(16), 2, 1)
     ),
-    "plain, dataset": lambda: DataLoader(Drawing(), 2, shuffle=True),
-    "torchdata, dataset": lambda: StatefulDataLoader(Drawing(), 2, shuffle=True),
+    "plain, dataset": lambda: DataLoader(DrawingRows(), 2, shuffle=True),
+    "torchdata, dataset": lambda: StatefulDataLoader(DrawingRows(), 2, shuffle=True),
     "torchdata, stream": lambda: StatefulDataLoader(Own(), 2),
     "torchdata, stream of a worker": lambda: StatefulDataLoader(Own(), 2, num_workers=1),
     "torchdata, two": lambda: CombinedLoader(
