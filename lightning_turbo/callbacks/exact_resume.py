@@ -184,7 +184,7 @@ class ExactResume(Callback):
         _correct_own_states(trainer, checkpoint)
         own["loaders"] = _loop_state(checkpoint).get("combined_loader", [])
         own["exhausted"] = _exhausted(trainer.fit_loop._combined_loader)
-        own["generators"] = _states_of_generators(trainer.fit_loop._combined_loader)
+        own["loader_generators"] = _states_of_generators(trainer.fit_loop._combined_loader)
         _leave_states_to_lightning(trainer, checkpoint)
         own["validation"] = dataclasses.asdict(self._next_validation(trainer))
         self._searches = _is_starting(trainer) and not self._training
@@ -326,7 +326,7 @@ def _restore_counters(trainer: Any, checkpoint: dict[str, Any], fit: dict[str, A
         begins=begins,
         used=used,
         loaders=loaders,
-        generators=own.get("generators", []),
+        generators=own.get("loader_generators", []),
         exhausted=own.get("exhausted", []),
         ranks=first.get("ranks", len(checkpoint.get(KEY, []))),
         batch_sizes=first.get("batch_sizes", []),
