@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines.append(_row(name))
         print_lines(" | ".join(lines[-1]))
     minutes = (time.monotonic() - begun) / 60
-    columns = ["Network", "Package", "Loss in float32", *(f"{way}, %" for way in WAYS[1:]), "Told"]
+    columns = ["Network", "Package", "Loss in float32", *(f"{way}, %" for way in WAYS[1:]), "Remarks"]
     table = markdown_table(columns, lines)
     if asked.out is not None:
         asked.out.write_text("\n".join([*_head(absent, minutes), *table, ""]))
@@ -416,7 +416,8 @@ def _head(absent: list[str], minutes: float) -> list[str]:
         "",
         f"Small networks with random weights learn one batch in {STEPS} steps of Adam. The columns have the last",
         "loss in per cent of float32's, with bfloat16. After each run the module is float32 and has no hook of this",
-        "package, and the copy and the pickle that were made in it are the plain float32 network, or it is told.",
+        "package, and the copy and the pickle that were made in it are the plain float32 network; what is not so stands",
+        "in the last column.",
         "`RetinaNet warned` and the like: the network returns a loss that it computed in half precision.",
         "",
         "No network here has a 3D convolution whose input is 2 deep: on CPUs with AVX-512, oneDNN computes the",

@@ -115,7 +115,10 @@ def _both(casts: torch.autocast, lists: _ApexLists) -> Iterator[None]:
 
 
 class _ApexLists(TorchFunctionMode):
-    """Obeys apex's lists wherever autocast is on, so that ``torch.autocast(enabled=False)`` is respected."""
+    """Obeys apex's lists wherever autocast is on, so that ``torch.autocast(enabled=False)`` is respected.
+
+    ``FunctionCasts`` makes one and enters it together with autocast.
+    """
 
     def __init__(self, device_type: str, dtype: torch.dtype, actions: dict[Any, tuple[Any, Any]]) -> None:
         super().__init__()

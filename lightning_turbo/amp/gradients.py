@@ -19,7 +19,7 @@ class GradientStage(Enum):
     """What happened last to the gradients that an optimizer's next step uses."""
 
     EMPTY = "empty"
-    """Nothing that a scaler was told of."""
+    """None that a scaler knows of."""
     SCALED = "scaled"
     """A backward pass made them from a scaled loss, and they wait to be unscaled."""
     UNSCALED = "unscaled"

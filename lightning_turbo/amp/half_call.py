@@ -211,7 +211,10 @@ class HalfCall:
 
 
 class Copies:
-    """The half copies of weights, each the same until its weight changes or ``clear``, after a backward pass."""
+    """The half copies of weights; ``HalfForward`` has one of these, and clears it after backward passes and steps.
+
+    In between, a weight that has not changed has the same copy in all calls, so that it is cast once.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

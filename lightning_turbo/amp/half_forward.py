@@ -65,7 +65,8 @@ def refuse_half(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
 class _Plan:
     """Where the tensors stand that a call of one module casts: found once, and kept until the modules below change.
 
-    It holds the dicts of the modules, not the module that is called.
+    ``HalfForward`` makes one when a module is called as the outermost for the first time, and drops it with the hooks
+    of the module. It holds the dicts of the modules, not the module that is called.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class _Plan:
         """Tell whether the modules, and the names of their tensors, are those that were found."""
         return self._modules_and_names() == self._found
 
-    def note(self, root: nn.Module, positions: list[Position]) -> None:
+    def set_positions(self, root: nn.Module, positions: list[Position]) -> None:
         modules = [*root.modules()]
         self.positions = positions
         self.calls_to_compare = 2
@@ -98,6 +99,8 @@ class _Plan:
 class HalfForward:
     """Casts where data enters and leaves networks, and puts half copies of weights in while they run.
 
+    ``LevelCasts`` makes one for a run at O2 or O3: ``keep`` and ``register_hooks`` begin it, ``remove`` ends it.
+
     Only the outermost call puts copies in and casts outputs back. A module that is called inside of it casts its
     inputs alone, so that a tensor that was promoted to float32 between two modules comes back to half.
 
@@ -109,7 +112,7 @@ class HalfForward:
     float32 from the next call on, so that small changes add up. One with others below it, which would all become
     float32, is named in a warning. So does any module whose weights without gradients are written to, as those of a
     momentum encoder, and one to which one of the first two training calls writes through ``.data``. The logger
-    ``lightning_turbo.amp`` tells this at DEBUG.
+    ``lightning_turbo.amp`` reports this at DEBUG.
 
     Args:
         dtype: The half dtype.
@@ -344,7 +347,8 @@ class HalfForward:
             plan = self._plans[module] = _Plan()
             self._attach(module, module.register_forward_hook(self._leave, prepend=True, always_call=True))
         if not plan.holds():
-            plan.note(module, [place for part in self.cast_modules(module) for place in positions_of(part, self.dtype)])
+            places = [place for part in self.cast_modules(module) for place in positions_of(part, self.dtype)]
+            plan.set_positions(module, places)
         # A module that a backward pass calls again gives what it gave before: half, if it was called inside of another.
         plan.is_outermost = plan.is_outermost or not _in_backward_pass()
         compares = plan.calls_to_compare > 0 and module.training and not torch.jit.is_tracing()
@@ -361,7 +365,10 @@ class HalfForward:
 
 
 class _Float32Wrapper:
-    """The hooks of a module that stays float32."""
+    """The hooks of a module that stays float32, from ``HalfForward.keep`` until they are removed.
+
+    Whoever calls the module, it is given float32 tensors; it gives half ones back to a network that it is called in.
+    """
 
     def __init__(self, forward: HalfForward) -> None:
         self._forward = forward

@@ -14,6 +14,8 @@ __all__ = ["SkipAwareConfig", "wrap_scheduler"]
 class SkipAwareConfig(LRSchedulerConfig):
     """A scheduler's configuration whose frequency is out of reach after a skipped step.
 
+    ``ApexAMP`` puts it in place of Lightning's own when it connects, for as long as the Trainer has the scheduler.
+
     Lightning steps a scheduler when the batch's number is a multiple of its frequency, which it reads only then. No
     hook lies between that and the scheduler's step, so the frequency has to say it.
     """

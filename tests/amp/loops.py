@@ -30,6 +30,12 @@ def ready(level="O1", model=None, make=sgd, **kwargs):
     return model, optimizer
 
 
+def initialized(model, level="O2", **settings):
+    """A network and its optimizer, initialized with bfloat16, which needs no scale."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return init(model, optimizer, level, **{"dtype": torch.bfloat16, "loss_scale": 1.0, **settings})
+
+
 def backward(loss, optimizers, **kwargs):
     with amp.scale_loss(loss, optimizers, **kwargs) as scaled:
         scaled.backward()

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_turbo import amp
 from lightning_turbo.errors import AmpUsageError, TurboWarning
-from tests.amp.loops import backward, sgd
+from tests.amp.loops import backward, initialized, sgd
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -16,13 +16,6 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(params=["O2", "O3"])
 def level(request):
     return request.param
-
-
-def start(net, level, dtype=torch.bfloat16, **settings):
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    return amp.initialize(
-        net, optimizer, opt_level=level, **{"dtype": dtype, "loss_scale": 1.0, "verbosity": 0, **settings}
-    )
 
 
 # Buffers of a module without weights keep their precision
@@ -83,7 +76,7 @@ def test_positions_are_exact_however_far(positions, level, dtype):
     net(x)
     wanted = net.angles.clone()
     buffers = [buffer.clone() for buffer in net.buffers()]
-    net, optimizer = start(net, level, dtype)
+    net, optimizer = initialized(net, level, dtype=dtype)
     backward(net(x).square().mean(), optimizer)
     optimizer.step()
     net(x)
@@ -113,7 +106,7 @@ class WithMask(nn.Module):
 def test_masks_of_modules_with_weights_are_half_in_a_call(below, level, dtype):
     net = WithMask(below)
     wanted = net(torch.ones(2, 3, 4))
-    net, _ = start(nn.Sequential(net), level, dtype)
+    net, _ = initialized(nn.Sequential(net), level, dtype=dtype)
     torch.testing.assert_close(net(torch.ones(2, 3, 4)), wanted, rtol=0.02, atol=0.02)
     assert net[0].seen is dtype
 
@@ -166,7 +159,7 @@ def test_weights_beside_the_tree_are_cast_too(make, level, dtype):
     for each, used in ((copy.deepcopy(net), "plain"), (net, level)):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         if used != "plain":
-            each, optimizer = start(each, used, dtype)
+            each, optimizer = initialized(each, used, dtype=dtype)
         for x in torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(1)):
             optimizer.zero_grad()
             loss = (each(x) - x).square().mean()
@@ -213,7 +206,7 @@ class Wrapped(nn.Module):
 def test_a_kept_module_is_given_the_very_input(how, level, dtype):
     norm, x = Normalise(), 1000 + 5 * torch.randn(64, 4)
     net = Wrapped(nn.Sequential(nn.Identity(), norm) if how == "sequence" else norm, how)
-    net, _ = start(net, level, dtype, keep_fp32_modules=[Normalise])
+    net, _ = initialized(net, level, dtype=dtype, keep_fp32_modules=[Normalise])
     out = net({"x": x}) if how == "dict" else net(batch=x) if how == "keyword" else net(x)
     exact = x if how != "computed" else x.to(dtype).float()  # the network computed it
     assert torch.equal(norm.given, exact)
@@ -229,7 +222,7 @@ def test_what_a_kept_module_returns_leaves_the_network_unrounded(level):
         def forward(self, x):
             return {"out": [self.head(self.body(x))], "body": self.body(x)}
 
-    net, _ = start(Net(), level, keep_fp32_modules=["head"])
+    net, _ = initialized(Net(), level, keep_fp32_modules=["head"])
     seen = []
     net.head.register_forward_hook(lambda module, args, output: seen.append(output), prepend=True)
     out = net(torch.randn(3, 4))
@@ -247,7 +240,7 @@ def test_float64_outputs_stay_float64_unless_a_dtype_is_asked_for(asked, level):
             out = super().forward(x)
             return out, out.double().cumsum(0), torch.arange(3)
 
-    net, _ = start(Net(4, 4), level, cast_model_outputs=asked)
+    net, _ = initialized(Net(4, 4), level, cast_model_outputs=asked)
     dtypes = [out.dtype for out in net(torch.ones(2, 4))]
     assert dtypes == [torch.float32, torch.float32 if asked else torch.float64, torch.int64]
 
@@ -276,7 +269,7 @@ def loss_of(out):
 ])  # fmt: skip
 def test_a_loss_module_in_a_network_computes_in_float32(criterion, level):
     ids, net = torch.arange(64), WithLoss(criterion())
-    net, optimizer = start(net, level)
+    net, optimizer = initialized(net, level)
     out = net(ids)
     wanted = criterion()(out["logits"], (ids + 1) % 64)
     assert torch.equal(out["loss"], wanted)
@@ -294,7 +287,7 @@ STRUCTURES = {
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_network_that_computes_its_loss_in_half_is_named_once(structure, level, dtype):
     net = WithLoss(lambda *args: nn.functional.cross_entropy(*args), STRUCTURES[structure])
-    net, optimizer = start(net, level, dtype)
+    net, optimizer = initialized(net, level, dtype=dtype)
     with pytest.warns(TurboWarning, match=r"WithLoss returns a scalar.*outside of the network.*keep_fp32_modules"):
         loss = loss_of(net(torch.arange(64)))
     backward(loss, optimizer)

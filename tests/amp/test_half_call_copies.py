@@ -14,21 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_turbo import ApexAMP, ApexGradScaler, amp
 from lightning_turbo.errors import TurboWarning
+from tests.amp.loops import initialized
 from tests.integration.regression import Regression, apart, fit, flat, layers
 from tests.trainers import quiet_trainer
-
-
-def initialized(net, level="O2", **settings):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    settings |= {"dtype": torch.bfloat16, "verbosity": 0, "loss_scale": 1.0}
-    return amp.initialize(net, optimizer, opt_level=level, **settings)
-
-
-@pytest.fixture(autouse=True)
-def ended():
-    yield
-    amp.shutdown()
-
 
 # Weights that are no parameters
 
@@ -97,9 +85,9 @@ class Blocks(nn.Module):
         self.first, self.middle, self.last = layers()[0], nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), layers()[2]
         self.way, self.reentrant = way, reentrant
         self.dtypes = []
-        self.middle[1].register_forward_pre_hook(self.note)
+        self.middle[1].register_forward_pre_hook(self.record)
 
-    def note(self, module, args):
+    def record(self, module, args):
         self.dtypes.append((args[0].dtype, module.weight.dtype))
 
     def body(self, x):

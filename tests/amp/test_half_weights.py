@@ -13,18 +13,6 @@ from lightning_turbo.errors import AmpUsageError
 from tests.integration.regression import Regression, apart, fit
 
 
-def initialized(net, level="O2", **settings):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    settings |= {"dtype": torch.bfloat16, "verbosity": 0, "loss_scale": 1.0}
-    return amp.initialize(net, optimizer, opt_level=level, **settings)
-
-
-@pytest.fixture(autouse=True)
-def ended():
-    yield
-    amp.shutdown()
-
-
 class Own(Regression):
     """Its step uses a weight of its own, calls forward by its name, or through a wrapper."""
 

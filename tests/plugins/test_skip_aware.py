@@ -51,7 +51,7 @@ def sgd(params):
     return torch.optim.SGD(params, lr=1.0)
 
 
-class Watch(TorchDispatchMode):
+class HostReads(TorchDispatchMode):
     """Counts the values that come to the host."""
 
     def __init__(self):
@@ -68,7 +68,7 @@ class Watching(pl.Callback):
     """Watches everything from a batch's start to its end, from the second batch on."""
 
     def __init__(self):
-        self.mode = Watch()
+        self.mode = HostReads()
 
     def on_train_batch_start(self, trainer, module, batch, index):
         if index:
