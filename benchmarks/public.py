@@ -287,18 +287,20 @@ def page(results: Mapping[str, Mapping[str, Any]], minutes: float) -> list[str]:
     widths = [each for each in map(width, results.values()) if each is not None]
     narrow = sum(each <= WIDEST for each in widths)
     loads = [each["other_cores"] for each in results.values() if each.get("other_cores") is not None]
+    only = "" if len(results) == len(SCRIPTS) else f" --only {' '.join(results)}"
+    command = f"python -m benchmarks public --minutes {minutes:g}{only}"
     facts = describe_machine("cpu")
     versions = [f"{name} {found}" for name in PACKAGES if (found := installed_version(name))]
     return [
-        "# Public scripts, tuned and confirmed\n",
+        "# Public scripts: what tune promises, and what whole epochs show\n",
         f"The measured interval of an epoch's factor contains the promise in {answers.count('yes')} of {promises}",
         f"scripts with a recommendation, and is no wider than {100 * WIDEST:.0f} % in {narrow} of {len(widths)}.\n",
-        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m benchmarks public --minutes {minutes:g}`.",
+        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `{command}`.",
         f"{facts['processor']}, {facts['cores']} cores, {', '.join(versions)}.",
         *([f"Other programs took {min(loads):.1f} to {max(loads):.1f} cores meanwhile.\n"] if loads else [""]),
         *markdown_table(COLUMNS, [row(name, each) for name, each in results.items()]),
         "\nPromised: by rounds of steps, a border and a part of a validation in pairs of processes. Measured: whole",
-        "epochs alternately without and with the recommendation, each in a process of its own.",
+        "epochs without and with the recommendation, in two processes that go on alternately, second by second.",
         "No script was edited. Data are random, in files as the real ones.\n",
         *markdown_table(SOURCES, [source(name, SCRIPTS[name]) for name in results]),
     ]
