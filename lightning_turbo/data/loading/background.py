@@ -55,6 +55,7 @@ class Background:
         limit: How many batches are taken ahead in all, at most; 0 for no thread.
         snapshot: Called after each batch; what it returns is the ``state`` of the item.
         on_close: Called once, when the source is done with.
+        patience: Seconds that ``close`` waits for the batch that the thread is making; ``None`` for ``JOIN_TIMEOUT``.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Background:
         limit: float = float("inf"),
         snapshot: Callable[[], Any] | None = None,
         on_close: Callable[[], None] | None = None,
+        patience: float | None = None,
     ) -> None:
         self.source: Any = source
         self.has_workers = has_workers(source)
@@ -71,8 +73,10 @@ class Background:
         self.limit = limit
         self.snapshot = snapshot
         self.on_close = on_close
+        self.patience = JOIN_TIMEOUT if patience is None else patience
         self.stages: list[Callable[[Any], Any]] = []
         self.taken = 0
+        self.has_found_end = False
         self.process = locks.process
         self.thread: Any = None  # the BackgroundGenerator; None again after its last item
         # The collector may call ``close`` in any thread at any line, in the one that waits for room too. A lock of
@@ -93,6 +97,7 @@ class Background:
                 return Item(batch.open(), None, batch.told if state is None else state)
             return Item(batch, None, state)
         except StopIteration as error:
+            self.has_found_end = True
             return Item(None, error, None if self.snapshot is None else self.snapshot())
         except BaseException as error:
             return Item(None, error)
@@ -200,12 +205,12 @@ class Background:
         # To wait there could be for ever.
         if locks.is_loading():
             return not thread.is_alive()
-        thread.join(JOIN_TIMEOUT)
+        thread.join(self.patience)
         if not thread.is_alive():
             return True
         warnings.warn(
             f"A prefetching thread still waits for the next() of {type(self.source).__name__} after "
-            f"{JOIN_TIMEOUT:g} s. It ends after that item.",
+            f"{self.patience:g} s. It ends after that item.",
             TurboWarning,
             stacklevel=3,
         )

@@ -205,9 +205,13 @@ class StreamEpochs(_CountedEpochs):
     def __init__(self) -> None:
         self._start: OrderStart | None = None  # of the latest epoch, its batches left out
         self._from: EpochState = EpochState()  # what that began with
+        self._left_behind = streams.LeftBehind()
 
     def begin(self, loader: Any, state: EpochState | None) -> Begun:
         """Begin a stream, or go on in it."""
+        latest = loader._position
+        if latest is not None and loader._background is not None:
+            self._left_behind.look(loader, loader._background, latest.consumed - latest.begun)
         state = state or EpochState()
         position = self._new_position(loader, state)
         self._from = state if state.is_within_epoch else EpochState()

@@ -37,6 +37,8 @@ from lightning_turbo.errors import NoEffectWarning, TurboWarning
 __all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "prefetching", "with_workers"]
 
 DEPTH = 8
+# Seconds. How long the end of an epoch waits for the next() of a stream, which may have nothing to give for ever.
+STREAM_PATIENCE = 1.0
 T = TypeVar("T", covariant=True)
 
 
@@ -255,7 +257,9 @@ class PrefetchLoader(DataLoader[T]):
         workers = None if self.persistent_workers else source  # that end with this epoch
         lock = LoadingLock() if self._threaded is not None and not self.num_workers else TURNS
         on_close = functools.partial(_leave, workers, self._threaded, put_back, position)
-        background = Background(source, lock, limit, snapshot, on_close)
+        is_live = isinstance(self.dataset, IterableDataset) and not self.num_workers
+        patience = STREAM_PATIENCE if is_live else None
+        background = Background(source, lock, limit, snapshot, on_close, patience)
         is_seeded = isinstance(self.dataset, SeededDataset)
         return PrefetchIterator._of_loader(
             background,

@@ -15,7 +15,7 @@ from lightning_turbo.data.loading.epoch_state import EpochState, StreamPlace
 from lightning_turbo.data.orders.sharding import refuse
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["StreamSnapshots", "place_of", "reshard", "skip_samples", "tells_its_place"]
+__all__ = ["LeftBehind", "StreamSnapshots", "place_of", "reshard", "skip_samples", "tells_its_place"]
 
 # How much longer loading takes than to ask a stream for its state and copy that. What was loaded since the latest
 # state is loaded once more by a run that goes on.
@@ -88,6 +88,39 @@ def place_of(loader: Any, before: StreamPlace | None, places: Sequence[tuple[int
 def _describe(loader: Any) -> StreamPlace:
     # No order is sharded over the ranks: each has a stream. One worker process reads it as this one does: both are 1.
     return StreamPlace(type(loader.dataset).__name__, loader.batch_size or 1, max(1, loader.num_workers))
+
+
+class LeftBehind:
+    """Tells, once for a loader, of samples of a live stream that were loaded ahead when an epoch was left.
+
+    A stream that begins from the start has lost nothing by that. One that goes on, as a queue, a socket or a sensor,
+    has lost them. Nothing tells which of both it is, except that it has no length and its end was not seen.
+    """
+
+    def __init__(self) -> None:
+        self._has_told = False
+
+    def look(self, loader: Any, background: Any, returned: int) -> None:
+        """Look at an epoch that is over, as another one is to begin.
+
+        Args:
+            loader: The loader.
+            background: What took the batches from the stream.
+            returned: How many of these were returned.
+        """
+        batches = background.taken - returned
+        has_length = hasattr(type(loader.dataset), "__len__")
+        if self._has_told or batches <= 0 or background.has_found_end or background.has_workers or has_length:
+            return
+        self._has_told = True
+        warnings.warn(
+            f"An epoch of the stream {type(loader.dataset).__name__} was left when up to "
+            f"{batches * (loader.batch_size or 1)} samples had been loaded ahead. If it goes on in the next epoch, as "
+            "a queue or a socket does, they are lost; if it begins from the start, nothing is. Take a DataLoader, or a "
+            "Trainer with limit_train_batches, which load none beyond those that are used.",
+            TurboWarning,
+            stacklevel=5,
+        )
 
 
 def reshard(loader: Any, state: EpochState) -> EpochState:

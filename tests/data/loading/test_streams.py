@@ -1,5 +1,8 @@
 """A stream goes on at its sample with batches of another size, by its own state if it has an exact one."""
 
+import itertools
+import queue
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from lightning_turbo.data.loading import streams
 from lightning_turbo.data.loading.epoch_state import used_states
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Stream, saved, seeded, take, values
+from tests.leftovers import wait_until
 
 pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
 
@@ -90,8 +94,8 @@ def test_each_sample_of_a_stream_comes_once(make, sizes, ahead, monkeypatch):
     loader.load_state_dict(state)
     assert seen + numbers(values(loader)) == expected[0]
     assert numbers(values(loader)) == expected[1]
-    # What two batches more would need is not kept, and a buffer is in no state: those are run through.
-    goes_by_state = make in (Placed, HuggingFaces) and len(taken[2:]) < 2
+    # A buffer is in no state: such a stream is run through.
+    goes_by_state = make in (Placed, HuggingFaces)
     assert getattr(loader.dataset, "loads", []) == [len(seen)] * goes_by_state
 
 
@@ -129,6 +133,88 @@ def test_the_state_of_a_dataset_with_indices_is_refused_by_a_stream_and_the_othe
         take(iter(first), 1)
         with pytest.raises(ValueError, match=said):
             second.load_state_dict(first.state_dict())
+
+
+class Live(IterableDataset):
+    """Gives what came to a queue, and goes on there in the next epoch."""
+
+    def __init__(self, length):
+        self.queue = queue.Queue()
+        for number in range(length):
+            self.queue.put(number)
+
+    def __iter__(self):
+        while True:
+            yield self.queue.get()
+
+
+class Unending(Live):
+    """Begins each pass where the last one ended, and counts on."""
+
+    def __init__(self, length):
+        self.numbers = itertools.count()
+
+    def __iter__(self):
+        for number in self.numbers:
+            time.sleep(0.001)
+            yield torch.tensor(number)
+
+
+def leave(loader, batches):
+    """Take some batches of an epoch as a loop with a break does, after the thread has loaded ahead."""
+    iterator = iter(loader)
+    take(iterator, batches)
+    background = iterator.background
+    wait_until(lambda: background.thread is None or not background.room.qsize() or background.has_found_end)
+
+
+@pytest.mark.parametrize("size", [1, 4, None])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_samples_of_a_live_stream_that_were_loaded_ahead_are_told_once(size, depth, recwarn):
+    loader = PrefetchLoader(Unending(0), size, prefetch_batches=depth)
+    leave(loader, 3)
+    said = f"was left when up to {(depth + 1) * (size or 1)} samples had been loaded ahead"
+    with pytest.warns(TurboWarning, match=said):
+        leave(loader, 2)
+    recwarn.clear()
+    leave(loader, 2)
+    assert not recwarn
+    loader.close()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: PrefetchLoader(Stream(), 1), lambda: PrefetchLoader(range(40), 1),
+    lambda: PrefetchLoader(Unending(0), 1, num_workers=1),
+], ids=["its end was seen", "indices", "worker processes"])  # fmt: skip
+def test_nothing_is_told_where_nothing_is_lost_or_a_dataloader_loses_it_too(make):
+    loader = make()
+    leave(loader, 12)
+    leave(loader, 2)
+    loader.close()
+
+
+def test_nothing_is_lost_within_a_limit():
+    loader = PrefetchLoader(Live(30), 2)
+    loader.limit_batches(lambda: 5)
+    seen = [numbers(take(iter(loader), 5)) for _ in range(3)]
+    assert seen == [list(range(first, first + 10)) for first in (0, 10, 20)]
+
+
+def test_the_end_of_an_epoch_does_not_wait_for_a_stream_that_has_nothing(monkeypatch):
+    monkeypatch.setattr("lightning_turbo.data.loading.loader.STREAM_PATIENCE", 0.05)
+    monkeypatch.setattr("lightning_turbo.data.loading.background.JOIN_TIMEOUT", 600.0)
+    stream = Live(12)
+    loader = PrefetchLoader(stream, 2)
+    iterator = iter(loader)
+    assert numbers(take(iterator, 3)) == list(range(6))
+    thread = iterator.background.thread
+    wait_until(stream.queue.empty)
+    with pytest.warns(TurboWarning, match="still waits for the next"):
+        loader.close()
+    for number in range(2):
+        stream.queue.put(number)
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 class Damaged(Stream):
