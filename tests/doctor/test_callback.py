@@ -348,7 +348,7 @@ def test_a_slow_rank_is_named_in_ten_of_ten_runs_and_none_without(tmp_path):
 def test_a_rank_without_a_doctor_is_a_note_and_nobody_waits_for_it(tmp_path):
     run_ranks(RANKS, tmp_path, "alone")
     (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert report["notes"] == ["ranks 1 told nothing: who waits for whom is not known"]
+    assert report["notes"] == ["ranks 1 reported nothing: who waits for whom is not known"]
 
 
 # How it ends; the tests of the command have runs that fail, are interrupted, or are too short

@@ -116,6 +116,11 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, at, tmp_path):
     assert counters[0] == counters[1]
 
 
+@pytest.mark.parametrize("at", [("on_train_batch_end", 6), ("on_train_epoch_start", 6)])
+def test_a_plain_loader_goes_on_where_an_epoch_ends(at, tmp_path):
+    test_a_resumed_run_equals_one_that_never_stopped("plain loader, turbo", at, tmp_path)
+
+
 @pytest.mark.parametrize("batches", [2, 3, 6, 8])
 @pytest.mark.parametrize("kind", ["datamodule", "prefetch loader, turbo"])
 def test_a_step_that_was_under_way_is_made_again_with_the_same_numbers(kind, batches, tmp_path):
