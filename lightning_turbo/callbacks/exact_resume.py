@@ -276,7 +276,9 @@ class ExactResume(Callback):
         """Return what a checkpoint tells of the validation that a run goes on with."""
         if self._is_validating:
             has_failed = error_under_way() is not None
-            if has_failed or _is_within_validation(trainer.fit_loop.state_dict()):
+            progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+            is_made = progress.is_last_batch and progress.current.completed == progress.current.ready > 0
+            if has_failed or not is_made:
                 return dataclasses.replace(self._begun, due=True)
         is_due = _validation_follows(trainer)
         # Hooks at its end save after all of its batches: the one that this run began with is made.

@@ -209,7 +209,11 @@ def test_a_validation_that_was_due_is_made(due, kind, how, tmp_path):
     assert rest.trained == whole.trained[step:]
 
 
-@matrix(("kind", "hook"), list(VALIDATION), ["on_train_epoch_end", "on_validation_end", "on_train_batch_end"])
+@matrix(
+    ("kind", "hook"),
+    list(VALIDATION),
+    ["on_train_epoch_end", "on_validation_start", "on_validation_end", "on_train_batch_end"],
+)
 def test_the_next_validation_goes_on_with_its_loaders(kind, hook, tmp_path):
     """Their generators, and those of their datasets, stand where those of a run stand that was not stopped."""
     whole, rest = Net(), Net()
