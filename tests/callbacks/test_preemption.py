@@ -253,8 +253,8 @@ def pids(folder, processes, torchrun):
     """The processes of the ranks."""
     if not torchrun:
         return [process.pid for process in processes]
-    children = Path(f"/proc/{processes[0].pid}/task/{processes[0].pid}/children").read_text().split()
-    return [int(pid) for pid in children]
+    children = Path(f"/proc/{processes[0].pid}/task/{processes[0].pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []  # it came to its end
 
 
 def told_until_the_end(folder, moments, torchrun=False):

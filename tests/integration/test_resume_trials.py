@@ -334,8 +334,8 @@ def state(trainer):
     """All that two runs have in common at their end."""
     model = trainer.lightning_module
     return {
-        "trained": model.trained,
-        "validated": model.validated,
+        "trained": {at: repr(each) for at, each in model.trained.items()},  # as texts, where nan is nan
+        "validated": {at: repr(each) for at, each in model.validated.items()},
         "module": model.state_dict(),
         "optimizer": trainer.optimizers[0].state_dict(),
         "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
