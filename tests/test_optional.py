@@ -13,5 +13,5 @@ def test_without_dali_the_error_names_the_extra_for_the_cuda_of_torch(monkeypatc
     monkeypatch.setattr(_optional, "installed_version", lambda name: None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     for make in (lambda: DALILoader(len, 4), lambda: DynamicPipeline(len)):
-        with pytest.raises(MissingExtraError, match=rf"needs the package nvidia-dali.*lightning-turbo\[{extra}\]"):
+        with pytest.raises(MissingExtraError, match=rf"needs the package nvidia-dali.*\[{extra}\]"):
             make()

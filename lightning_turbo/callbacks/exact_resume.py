@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_turbo._distributed import error_under_way, gather_for_checkpoint, rank_and_size
 from lightning_turbo._lightning import (
@@ -239,6 +239,7 @@ class ExactResume(Callback):
                 _restore_generators(trainer.fit_loop, restored.loaders)
             else:
                 _restore_loaders_of_whole_epoch(trainer.fit_loop, restored.loaders)
+                _start_workers_that_stay(trainer.fit_loop._combined_loader)
             _set_generators(trainer.fit_loop._combined_loader, restored.generators)
         else:
             said += _restore_loaders_in_epoch(trainer, restored)
@@ -759,6 +760,20 @@ def _restore_generators(loop: Any, states: list[Any]) -> None:
             loader.close()  # its thread may draw from them
             for generator, own in zip(sampler.generators, read.generators, strict=True):
                 set_generator_state(generator, own)
+
+
+def _start_workers_that_stay(combined: Any) -> None:
+    """Start the persistent workers of loaders of other classes, which the epochs of the checkpoint had already.
+
+    torch draws a seed from the loader's generator when they start, and none in later epochs. Workers of a stream would
+    read from it for nothing.
+    """
+    for loader in combined.flattened:
+        counts = isinstance(loader, PrefetchLoader) and loader.counts_batches
+        if counts or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            continue
+        if loader.persistent_workers:
+            iter(loader)
 
 
 def _states_of_generators(combined: Any) -> list[list[Any]]:

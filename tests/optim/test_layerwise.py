@@ -84,7 +84,7 @@ def test_biases_and_norms_get_no_decay_and_no_trust_ratio():
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("lightning_turbo._optional.installed", lambda module: False)
-    with pytest.raises(MissingExtraError, match=r"pytorch_optimizer.*lightning-turbo\[optim\]"):
+    with pytest.raises(MissingExtraError, match=r"pytorch_optimizer.*\[optim\]"):
         lars(network(), lr=0.1)
     lamb(network(), lr=0.1)
 
