@@ -247,6 +247,8 @@ class ExactResume(Callback):
         if restored.random is not None:
             _set_random_states(trainer.strategy.root_device, restored.random)
             said += _tell_of_random_states(restored.ranks)
+            if restored.begins:
+                self._replaced.append(_set_up_as_before(trainer, restored.random))
         if said:
             rank_zero_info(f"turbo: {' '.join(said)}")
 
@@ -465,6 +467,22 @@ def _correct_reloading(trainer: Any, restored: _Restored) -> None:
         trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = restored.validation.reloaded
 
 
+def _set_up_as_before(trainer: Any, random: dict[str, Any]) -> ReplacedMethod:
+    """Have the next set-up of the training loaders leave the random generators as they were at its end.
+
+    Lightning makes loaders again at the beginning of an epoch, and draws then. A checkpoint from
+    ``on_train_epoch_start`` was saved after that.
+    """
+
+    def set_up_once(set_up: Callable[[], None]) -> None:
+        set_up()
+        _set_random_states(trainer.strategy.root_device, random)
+        replaced.put_back()
+
+    replaced = ReplacedMethod(trainer.fit_loop, "setup_data", set_up_once)
+    return replaced
+
+
 def _are_made_again(trainer: Any, pending: _Validation) -> bool:
     """Whether a run that was not stopped makes new validation loaders before this validation, as this one did."""
     every = trainer.reload_dataloaders_every_n_epochs
@@ -479,7 +497,8 @@ def _monitored(trainer: Any) -> dict[str, Any]:
     names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
     if not names:
         return {}
-    if error_under_way() is not None:  # other ranks may not take part where a value is computed
+    if error_under_way() is not None and rank_and_size()[1] > 1:
+        # Other ranks may not take part where a value is computed.
         values = trainer._logger_connector._callback_metrics
     else:
         values = dict(trainer.callback_metrics)
@@ -754,7 +773,8 @@ def _restore_generators(loop: Any, states: list[Any]) -> None:
     for loader, state in zip(_stateful(loop._combined_loader), states, strict=False):
         read = _read(state)
         sampler = loader._index_sampler if isinstance(loader, PrefetchLoader) else None
-        if read is None or not read.over or not isinstance(sampler, ResumableSampler):
+        # Loaders of a checkpoint from ``on_train_epoch_start`` are the new ones, of which no batch was used.
+        if read is None or read.is_within_epoch or not isinstance(sampler, ResumableSampler):
             continue
         if len(read.generators) == len(sampler.generators):
             loader.close()  # its thread may draw from them

@@ -1,5 +1,6 @@
 """Stop, save, load, go on equals never having stopped, with random numbers in the step and in the order too."""
 
+import contextlib
 import functools
 import random
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.callbacks.exact_resume import KEY
-from tests.data.samples import Rows
+from tests.data.samples import Rows, seeded
 from tests.integration.noting import EACH_STRATEGY, Save, matrix
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
@@ -119,6 +120,36 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, at, tmp_path):
 @pytest.mark.parametrize("at", [("on_train_batch_end", 6), ("on_train_epoch_start", 6)])
 def test_a_plain_loader_goes_on_where_an_epoch_ends(at, tmp_path):
     test_a_resumed_run_equals_one_that_never_stopped("plain loader, turbo", at, tmp_path)
+
+
+MADE_AGAIN = {
+    "shuffled": lambda kept: {"shuffle": True},
+    "with a new generator": lambda kept: {"shuffle": True, "generator": seeded(1)},
+    "with a generator that stays": lambda kept: {"shuffle": True, "generator": kept},
+    "in order": lambda kept: {},
+}
+
+
+@pytest.mark.parametrize("batches", [6, 12])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("kind", MADE_AGAIN)
+def test_an_epoch_begins_once_with_loaders_that_were_made_for_it(kind, every, batches, tmp_path):
+    """A checkpoint from its first hook was saved after they were made, which draws random numbers."""
+    path, losses = tmp_path / "at.ckpt", []
+    for ckpt in (None, path):
+        pl.seed_everything(0 if ckpt is None else 1, verbose=False)
+        kept = seeded(2)
+
+        class Again(PrefetchDataModule):
+            def train_dataloader(self, kept=kept):
+                return DataLoader(SAMPLES, 2, **MADE_AGAIN[kind](kept))
+
+        saves = [] if ckpt else [Save(path, batches, "on_train_epoch_start")]
+        model, settings = Net(), {"limit_val_batches": 0, "reload_dataloaders_every_n_epochs": every}
+        trainer("turbo", *saves, **settings).fit(model, Again(), ckpt_path=ckpt, **unpickling(True if ckpt else None))
+        losses.append(model.losses)
+    whole, rest = losses
+    assert rest == whole[batches:]
 
 
 @pytest.mark.parametrize("batches", [2, 3, 6, 8])
@@ -230,6 +261,37 @@ def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, b
     assert len(set(whole.rates)) > 2
     assert rest.rates == whole.rates[batches:]
     assert rest.losses == whole.losses[batches:]
+    assert resumed == end
+
+
+class Fail(pl.Callback):
+    """Ends a run with an error in a hook after so many batches, and saves then."""
+
+    def __init__(self, path, batches, hook):
+        def fail(trainer, *_):
+            if trainer.fit_loop.epoch_loop.batch_progress.total.processed == batches:
+                raise InterruptedError
+
+        setattr(self, hook, fail)
+        self.on_exception = lambda trainer, *_: trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize(("hook", "batches"), [
+    ("on_train_batch_end", 4), ("on_train_batch_end", 8), ("on_train_epoch_end", 6), ("on_validation_end", 12),
+])  # fmt: skip
+def test_a_value_that_a_scheduler_waits_for_is_saved_after_an_error_too(hook, batches, interval, tmp_path):
+    path, runs = tmp_path / "at.ckpt", []
+    for stopped, ckpt in ((False, None), (True, None), (False, path)):
+        pl.seed_everything(0 if ckpt is None else 1, verbose=False)
+        model = Waiting("trained") if interval == "epoch" else WaitingForSteps("trained")
+        run = trainer("turbo", *([Fail(path, batches, hook)] if stopped else []))
+        with pytest.raises(InterruptedError) if stopped else contextlib.nullcontext():
+            run.fit(model, **plain(PrefetchLoader)(), ckpt_path=ckpt, **unpickling(True if ckpt else None))
+        runs.append((model, run.lr_scheduler_configs[0].scheduler.state_dict()))
+    (whole, end), _, (rest, resumed) = runs
+    assert end["_last_lr"][0] < whole.rates[0]
+    assert rest.rates == whole.rates[batches:]
     assert resumed == end
 
 
