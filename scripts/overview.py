@@ -178,7 +178,8 @@ def index_for_assistants():
     """llms.txt: the pages, with a sentence each; paths start in docs/."""
     parts = [summary(), "Everything in one file: [llms-full.txt](llms-full.txt).\n", "## Techniques\n"]
     for path in cards():
-        what = re.search(r"\*\*What it does\.\*\* (.*?\.)(?= [A-Z`]|$)", " ".join(path.read_text().split()))[1]
+        paragraph = re.search(r"\*\*What it does\.\*\* (.*?)(?:\n\n|$)", path.read_text(), re.DOTALL)[1]
+        what = re.match(r".*?\.(?= [A-Z`]|$)", " ".join(paragraph.split()))[0]
         parts.append(f"- [{front_matter(path)['name']}](cards/{path.name}): {without_links(what)}")
     for title, pages in (("Symptoms", symptoms()), ("Guides", [ROOT / "docs" / f"{name}.md" for name in GUIDES])):
         parts.append(f"\n## {title}\n")
