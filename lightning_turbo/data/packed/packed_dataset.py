@@ -123,7 +123,10 @@ class PackedDataset(Dataset[Any]):
         """
         rows = np.asarray(indices)
         expect(rows.dtype.kind != "b", "indices", indices, "integers, as np.flatnonzero(mask) returns", TypeError)
-        expect(self._alike, "source", str(self._source), f"rows of one shape; {UNLIKE}, read one by one: dataset[0]")
+        if not self._alike:  # before the words are made: the text of a mapping of arrays takes longer than a batch
+            raise ValueError(
+                f"source: expected rows of one shape; {UNLIKE}, read one by one: dataset[0], got {str(self._source)!r}."
+            )
         # Many scans are stored in another byte order than this machine's, which torch does not know.
         arrays: dict[str, Any] = self.arrays
         taken = {name: np.take(array, rows, axis=0) for name, array in arrays.items()}

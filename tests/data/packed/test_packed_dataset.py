@@ -52,6 +52,16 @@ def test_rows_and_batches_equal_the_arrays(dataset, arrays):
     assert labels.tolist() == arrays["train_labels"][where].tolist()
 
 
+def test_a_batch_makes_no_text_of_its_source(arrays):
+    class Silent(dict):
+        def __repr__(self):
+            raise AssertionError("the text of the source takes longer than a batch")
+
+    dataset = PackedDataset(Silent(arrays), keys=KEYS)
+    assert len(dataset.__getitems__([0, 2])) == 2
+    dataset.batch([1])
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_both_ways_of_collating_give_the_same_batches(dataset, workers):
     def batches(cls, **settings):
