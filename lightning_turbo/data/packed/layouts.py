@@ -120,8 +120,9 @@ def find_volumes(
 
 def _labels_of(source: Path, labels: Labels) -> Labels:
     """Return where the label volumes are; where nothing is said, those for training in the layout of nnU-Net."""
-    there = source / "labelsTr"
-    return there if labels is None and there.is_dir() and (source / "imagesTr").is_dir() else labels
+    images = source if source.name == "imagesTr" else source / "imagesTr"
+    there = images.with_name("labelsTr")
+    return there if labels is None and there.is_dir() and images.is_dir() else labels
 
 
 def _ends_of(

@@ -140,8 +140,7 @@ def test_the_layout_of_nnunet(write, tmp_path, place):
     files = {f"imagesTr/{case}_000{n}": 10 * c + n for c, case in enumerate("ab") for n in range(2)}
     root = write({**files, "labelsTr/a": 5, "labelsTr/b": 6, "imagesTs/c_0000": 9, "imagesTs/c_0001": 9})
     (root / "dataset.json").write_text(json.dumps(NNUNET))
-    options = {"labels": root / "labelsTr"} if place else {}
-    found = pack_folder(root / place, tmp_path / "out", **options)
+    found = pack_folder(root / place, tmp_path / "out")
     assert found["classes"] == ["background", "tumour", "organ"]
     prefix = "" if place else "imagesTr/"
     assert contents(tmp_path / "out") == {f"{prefix}a_0000": ([0, 1], 5), f"{prefix}b_0000": ([10, 11], 6)}
