@@ -12,7 +12,7 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = ["EpochState", "GeneratorStates", "OrderStart", "StreamPlace", "used_states", "warn_of_last_pass"]
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,9 @@ class StreamPlace:
         from_sample: How many samples were used when batches of this size and these processes began.
         from_batch: How many batches those count as.
         is_resharded: Whether the epoch began with other batches or processes.
-        places: After how many batches the stream said what of itself, with the states of the global RNGs and of the
-            generators that it holds beside it.
+        places: After how many batches the stream said what of itself in each process that reads it, with the states of
+            the global RNGs and of the generators that it holds beside it.
+        told_by: How many worker processes said it; 0 for the process of the loader.
     """
 
     stream: str
@@ -65,7 +66,8 @@ class StreamPlace:
     from_sample: int = 0
     from_batch: int = 0
     is_resharded: bool = False
-    places: list[tuple[int, tuple[Any, Any]]] = dataclasses.field(default_factory=list)
+    places: list[tuple[int, list[tuple[Any, Any]]]] = dataclasses.field(default_factory=list)
+    told_by: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,7 @@ class EpochState:
                 self, consumed=number, ended=ended, shards=dataclasses.replace(self.shards, **changed)
             )
         assert self.stream is not None
-        changed["places"] = [(number, place) for _, place in self.stream.places]
+        changed["places"] = [(count - self.consumed + number, place) for count, place in self.stream.places]
         return dataclasses.replace(
             self, consumed=number, ended=ended, stream=dataclasses.replace(self.stream, **changed)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ from lightning_turbo.data.loading.epoch_state import EpochState, GeneratorStates
 from lightning_turbo.data.loading.position import Position
 from lightning_turbo.data.loading.resumable_sampler import ResumableSampler
 from lightning_turbo.data.loading.torch_workers import samples_of_stream
+from lightning_turbo.data.loading.worker_streams import RoundsPosition, WorkerPlaces
 from lightning_turbo.data.sample_seeds import SeededDataset
 
 __all__ = ["Begun", "Epochs", "IndexEpochs", "OwnStateEpochs", "StreamEpochs", "epochs_of", "length_of"]
@@ -200,9 +202,14 @@ class IndexEpochs(_CountedEpochs):
 
 
 class StreamEpochs(_CountedEpochs):
-    """Epochs over a stream, which goes on by a state of its own where it has an exact one, or else is run through."""
+    """Epochs over a stream, which goes on by a state of its own where it has an exact one, or else is run through.
 
-    def __init__(self) -> None:
+    Args:
+        in_workers: Whether worker processes can be asked for such a state: where torch's own iterator starts them.
+    """
+
+    def __init__(self, in_workers: bool) -> None:
+        self._in_workers = in_workers
         self._start: OrderStart | None = None  # of the latest epoch, its batches left out
         self._from: EpochState = EpochState()  # what that began with
         self._left_behind = streams.LeftBehind()
@@ -213,17 +220,19 @@ class StreamEpochs(_CountedEpochs):
         if latest is not None and loader._background is not None:
             self._left_behind.look(loader, loader._background, latest.consumed - latest.begun)
         state = state or EpochState()
+        asks = streams.has_exact_state(loader.dataset) and (self._in_workers or not loader.num_workers)
         position = self._new_position(loader, state)
+        if asks and loader.num_workers:
+            position = RoundsPosition(position.consumed, loader.num_workers)
         self._from = state if state.is_within_epoch else EpochState()
         with same_random_numbers() if state.goes_on else contextlib.nullcontext():
-            source = self._open(loader, state, position)
+            source = self._open(loader, state, position, asks)
         self._go_on(loader, state, position)
         goes_on = state.is_within_epoch
-        asks = streams.tells_its_place(loader)
-        snapshot = streams.StreamSnapshots(loader.dataset, goes_on, position.dataset_generators)
-        return Begun(source, position, snapshot if asks else None)
+        snapshot = streams.StreamSnapshots(loader.dataset, source, goes_on, position.dataset_generators)
+        return Begun(source, position, snapshot if asks and not loader.num_workers else None)
 
-    def _open(self, loader: Any, state: EpochState, position: Position) -> Iterator[Any]:
+    def _open(self, loader: Any, state: EpochState, position: Position, asks: bool) -> Iterator[Any]:
         if not state.is_within_epoch:
             return self._open_as(loader, state.order if state.goes_on else None, position)
         if state.ended and state.is_resharded:
@@ -232,25 +241,33 @@ class StreamEpochs(_CountedEpochs):
             return iter(())
         # Batches that need not be loaded once more: by the stream's own state, which is loaded before it is opened, or
         # else by the samples that are left out once it is.
-        place = self._restore(loader, state, position)
+        place = self._restore(loader, state, position) if asks else None
         source = self._open_as(loader, state.order, position)
         if place is None:
             done = streams.skip_samples(samples_of_stream(source), state.stream)
         else:
-            done, (_, rng) = place
-            set_shared_state(rng, position.dataset_generators)
+            done, said = place
+            if not loader.num_workers:
+                set_shared_state(said[0][1], position.dataset_generators)
         run_through(source, position.consumed - done)
         return source
 
-    def _restore(self, loader: Any, state: EpochState, position: Position) -> tuple[int, Any] | None:
+    def _restore(self, loader: Any, state: EpochState, position: Position) -> tuple[int, list[Any]] | None:
         """Have the stream go on by its own state, and return that with its count of batches; ``None`` without one."""
-        places = [] if state.stream is None else state.stream.places
-        places = [each for each in places if each[0] <= position.consumed]
-        if not places or not streams.tells_its_place(loader):
+        stream = state.stream
+        if stream is None or stream.told_by != loader.num_workers:
             return None
-        position.states = places[-1:]
-        loader.dataset.load_state_dict(copy.deepcopy(places[-1][1][0]))
-        return places[-1]
+        places = [each for each in stream.places if each[0] <= position.consumed]
+        if not places:
+            return None
+        done, said = places[-1]
+        if isinstance(position, RoundsPosition):
+            loader.close()  # processes that live already would not be given the places
+            position.start_from(done, [pickle.dumps(each) for each in said])
+        else:
+            position.states = [(done, said[0])]
+            loader.dataset.load_state_dict(copy.deepcopy(said[0][0]))
+        return done, said
 
     def _open_as(self, loader: Any, began: OrderStart | None, position: Position) -> Iterator[Any]:
         """Open the stream; one that goes on draws what it drew from the random generators at its beginning."""
@@ -258,7 +275,11 @@ class StreamEpochs(_CountedEpochs):
         if began is not None:
             set_shared_state(began.at_iter.shared, held)
         self._start = OrderStart(GeneratorStates(shared_state(held)))
-        source = loader._make_source()
+        places = None
+        if isinstance(position, RoundsPosition):
+            given = position.states[-1][1] if position.states else ()
+            places = WorkerPlaces(given, loader.batch_size, loader.worker_init_fn)
+        source = loader._make_source(places)
         if began is not None and began.at_first is not None:
             position.rng_before_first = began.at_first.shared
             set_shared_state(began.at_first.shared, held)
@@ -307,4 +328,6 @@ def epochs_of(loader: Any, *, iterates_itself: bool) -> Epochs:
     """
     if hasattr(loader._behind, "state_dict"):
         return OwnStateEpochs()
-    return StreamEpochs() if isinstance(loader.dataset, IterableDataset) else IndexEpochs(skips=not iterates_itself)
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamEpochs(in_workers=not iterates_itself)
+    return IndexEpochs(skips=not iterates_itself)

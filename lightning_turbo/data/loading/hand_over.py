@@ -39,10 +39,11 @@ class HandOver:
 
     Args:
         collate_fn: Makes the batch.
-        tell: Called in the worker process after each batch; what it returns travels with it, see ``PackedBatch.told``.
+        tell: Called in the worker process after each batch, with its samples; what it returns travels with the batch,
+            see ``PackedBatch.told``.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], tell: Callable[[], Any] | None = None) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], tell: Callable[[Any], Any] | None = None) -> None:
         self.collate_fn, self.tell = collate_fn, tell
 
     def __call__(self, samples: Any) -> Any:
@@ -50,7 +51,7 @@ class HandOver:
         batch = self.collate_fn(samples)
         if get_worker_info() is None:
             return batch
-        return pack(batch, None if self.tell is None else self.tell())
+        return pack(batch, None if self.tell is None else self.tell(samples))
 
 
 class PackedBatch:

@@ -30,6 +30,7 @@ from lightning_turbo.data.loading.threads import ThreadedDataset
 from lightning_turbo.data.loading.torch_workers import end_workers
 from lightning_turbo.data.loading.whole_batches import has_whole_batches
 from lightning_turbo.data.loading.worker_start import LongLists
+from lightning_turbo.data.loading.worker_streams import WorkerPlaces
 from lightning_turbo.data.orders.sharding import check_fits
 from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -236,8 +237,12 @@ class PrefetchLoader(DataLoader[T]):
         twin.limit_batches(lambda: 0)
         return twin
 
-    def _make_source(self) -> Iterator[Any]:
-        """Return torch's iterator over the batches, or that of the class behind this one."""
+    def _make_source(self, places: WorkerPlaces | None = None) -> Iterator[Any]:
+        """Return torch's iterator over the batches, or that of the class behind this one.
+
+        Args:
+            places: What tells of the places of a stream in worker processes, if it does.
+        """
         behind: Any = super()
         if behind.__iter__.__func__ is not DataLoader.__iter__:
             return behind.__iter__()
@@ -245,7 +250,7 @@ class PrefetchLoader(DataLoader[T]):
             # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
             before = self._threaded
             self._threaded = ThreadedDataset(self.dataset, self.threads) if before is None else copy.copy(before)
-        given = stand_ins(self, self._threaded, self._lists)
+        given = stand_ins(self, self._threaded, self._lists, places)
         with standing_in(self, given) if given else contextlib.nullcontext():
             return behind.__iter__()
 
@@ -337,7 +342,7 @@ class PrefetchLoader(DataLoader[T]):
         if not isinstance(state, EpochState):
             return state
         if self._state_to_load() is None:
-            self._warn_of_generators(state.over)
+            self._warn_of_generators(state)
         return state.to_dict()
 
     def epoch_state(self) -> Any:
@@ -355,9 +360,11 @@ class PrefetchLoader(DataLoader[T]):
         assert isinstance(self._epochs, OwnStateEpochs)
         return self._epochs.describe(self, self._position, unused)
 
-    def _warn_of_generators(self, over: bool) -> None:
+    def _warn_of_generators(self, state: EpochState) -> None:
         """Warn of generators that the dataset holds in each worker process; those of new processes begin again."""
-        lost = self.num_workers and (self.persistent_workers or not over)
+        lost = self.num_workers and (self.persistent_workers or not state.over)
+        if not state.over and state.stream is not None and state.stream.places:
+            return  # the processes tell of them
         if lost and not isinstance(self.dataset, SeededDataset) and generators_in(self.dataset):
             warnings.warn(
                 f"{type(self.dataset).__name__} holds a random generator, of which each worker process has its own, "

@@ -10,23 +10,28 @@ from lightning_turbo.data.loading.hand_over import HandOver
 from lightning_turbo.data.loading.spawned import start_method
 from lightning_turbo.data.loading.whole_batches import WholeBatches, as_it_is, has_whole_batches
 from lightning_turbo.data.loading.worker_start import LongLists, StartedWith, has_long_lists, preload
+from lightning_turbo.data.loading.worker_streams import PlacedStream, WorkerPlaces
 
 __all__ = ["stand_ins", "standing_in"]
 
 
-def stand_ins(loader: Any, threaded: Any, lists: LongLists) -> dict[str, Any]:
+def stand_ins(loader: Any, threaded: Any, lists: LongLists, places: WorkerPlaces | None = None) -> dict[str, Any]:
     """Return the attributes that a loader is to have while torch's iterator is made; none where nothing is gained.
 
     Args:
         loader: A ``DataLoader`` that torch's own iterator loads.
         threaded: A ``ThreadedDataset`` around its dataset, or ``None``.
         lists: Where long lists of its dataset go, for processes that are not forked.
+        places: What tells of the places of a stream in worker processes; ``None`` if nothing does.
     """
     given: dict[str, Any] = {} if threaded is None else {"dataset": threaded}
     if has_whole_batches(loader):
         given = {"dataset": WholeBatches(loader.dataset), "collate_fn": as_it_is}
+    if places is not None:
+        given = {"dataset": PlacedStream(loader.dataset), "worker_init_fn": places.start}
     if loader.num_workers:
-        given["collate_fn"] = HandOver(given.get("collate_fn", loader.collate_fn))
+        tell = None if places is None else places.tell
+        given["collate_fn"] = HandOver(given.get("collate_fn", loader.collate_fn), tell)
         given.update(_for_the_start(loader, given, lists))
     return given
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import itertools
+import pickle
 import time
 import warnings
 from collections.abc import Sequence
@@ -12,21 +14,26 @@ from typing import Any
 
 from lightning_turbo._random import shared_state
 from lightning_turbo.data.loading.epoch_state import EpochState, StreamPlace
+from lightning_turbo.data.loading.torch_workers import stream_has_ended
 from lightning_turbo.data.orders.sharding import refuse
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["LeftBehind", "StreamSnapshots", "place_of", "reshard", "skip_samples", "tells_its_place"]
+__all__ = ["LeftBehind", "StreamSnapshots", "has_exact_state", "place_of", "reshard", "skip_samples", "take_back"]
 
 # How much longer loading takes than to ask a stream for its state and copy that. What was loaded since the latest
 # state is loaded once more by a run that goes on.
 LOADING_TO_ASKING = 20
 
 
-def tells_its_place(loader: Any) -> bool:
-    """Whether the stream of a loader has an exact state of its own in this process."""
-    stream = loader.dataset
-    has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
-    return has_state and not loader.num_workers and not _has_buffer(stream)
+def has_exact_state(stream: Any) -> bool:
+    """Whether a stream has an exact state of its own, which it gives to whoever asks."""
+    if not hasattr(stream, "state_dict") or not hasattr(stream, "load_state_dict") or _has_buffer(stream):
+        return False
+    try:
+        inspect.signature(stream.state_dict).bind()
+    except TypeError:  # the streams of litData and Mosaic want to be told what their loaders count
+        return False
+    return True
 
 
 def _has_buffer(stream: Any) -> bool:
@@ -34,6 +41,12 @@ def _has_buffer(stream: Any) -> bool:
     inside = [getattr(stream, name) for name in ("_ex_iterable", "ex_iterable") if hasattr(stream, name)]
     inside += getattr(stream, "ex_iterables", [])
     return hasattr(stream, "buffer_size") or any(_has_buffer(each) for each in inside)
+
+
+def take_back(stream: Any) -> None:
+    """Take back a state that was loaded: Hugging Face's streams begin later epochs there too."""
+    if getattr(stream, "_starting_state_dict", None):
+        stream.load_state_dict({})
 
 
 class StreamSnapshots:
@@ -45,24 +58,26 @@ class StreamSnapshots:
 
     Args:
         stream: The dataset.
+        source: The iterator of its batches. Once that has found its end, with a batch that is not full or after the
+            last one, the stream may be at the beginning of its next pass, and is not asked any more.
         goes_on: Whether it goes on by a state that was loaded.
         generators: The random generators that it holds.
     """
 
-    def __init__(self, stream: Any, goes_on: bool, generators: Sequence[Any]) -> None:
+    def __init__(self, stream: Any, source: Any, goes_on: bool, generators: Sequence[Any]) -> None:
         self._stream = stream
+        self._source = source
         self._goes_on = goes_on
         self._generators = generators
         self._next = 0.0  # when it is asked for again, by time.perf_counter
 
     def __call__(self) -> Any:
         """Return a copy of the stream's state and the random states beside it; ``None`` if it is not asked now."""
+        if self._goes_on:
+            take_back(self._stream)
         began = time.perf_counter()
-        if began < self._next:
+        if began < self._next or stream_has_ended(self._source):
             return None
-        # Hugging Face's streams begin later epochs too at the state that was loaded, unless it is taken back.
-        if self._goes_on and getattr(self._stream, "_starting_state_dict", None):
-            self._stream.load_state_dict({})
         state = copy.deepcopy(self._stream.state_dict()), shared_state(self._generators)
         ended = time.perf_counter()
         self._next = ended + LOADING_TO_ASKING * (ended - began)
@@ -75,14 +90,15 @@ def place_of(loader: Any, before: StreamPlace | None, places: Sequence[tuple[int
     Args:
         loader: The loader.
         before: The place that its epoch goes on from, if it does.
-        places: What the stream said of itself, and after how many batches it did.
+        places: What the stream said of itself, and after how many batches it did: pickles of worker processes.
     """
     here = _describe(loader)
     if before is not None:
         here = dataclasses.replace(
             here, from_sample=before.from_sample, from_batch=before.from_batch, is_resharded=before.is_resharded
         )
-    return dataclasses.replace(here, places=list(places))
+    told = [(count, [pickle.loads(each) for each in said] if loader.num_workers else [said]) for count, said in places]
+    return dataclasses.replace(here, places=told, told_by=loader.num_workers)
 
 
 def _describe(loader: Any) -> StreamPlace:
@@ -144,7 +160,9 @@ def reshard(loader: Any, state: EpochState) -> EpochState:
     if loader.num_workers or before.workers > 1:
         left_out = used // size * size  # worker processes leave out whole batches only, and each its own
         _warn_of_workers(before, here, used, left_out)
-    places = [(used // size, each) for count, each in before.places if count == state.consumed]
+    places = []
+    if not loader.num_workers and not before.told_by:
+        places = [(used // size, each) for count, each in before.places if count == state.consumed]
     here = dataclasses.replace(
         here, stream=before.stream, from_sample=left_out, from_batch=used // size, is_resharded=True, places=places
     )

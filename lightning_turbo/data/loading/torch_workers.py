@@ -14,6 +14,7 @@ __all__ = [
     "is_timeout",
     "is_torchs_iterator",
     "samples_of_stream",
+    "stream_has_ended",
     "take_batch",
     "take_in_slices",
     "timeout_message",
@@ -44,6 +45,11 @@ def samples_of_stream(source: Any) -> Iterator[Any] | None:
     """Return the iterator of samples that torch's iterator fetches from a stream; ``None`` if worker processes do."""
     fetcher = getattr(source, "_dataset_fetcher", None)
     return None if fetcher is None else fetcher.dataset_iter
+
+
+def stream_has_ended(source: Any) -> bool:
+    """Whether torch's iterator has met the end of a stream in this process, with its last batch or after it."""
+    return bool(getattr(getattr(source, "_dataset_fetcher", None), "ended", False))
 
 
 def end_workers(source: Any) -> None:

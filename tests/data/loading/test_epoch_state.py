@@ -19,7 +19,8 @@ EVERY = {
     ),
     "begun": EpochState(order=OrderStart(STATES), first_rng=STATES.shared),
     "stream": EpochState(
-        consumed=2, ended=True, over=True, stream=StreamPlace("Lines", 4, 1, places=[(1, ({"a": 1}, {}))])
+        consumed=2, ended=True, over=True,
+        stream=StreamPlace("Lines", 4, 2, places=[(1, [({"a": 1}, {})] * 2)], told_by=2),
     ),
 }  # fmt: skip
 
@@ -49,10 +50,10 @@ def test_it_is_frozen():
         EpochState().consumed = 1
 
 
-@pytest.mark.parametrize("version", [{}, {"version": 0}, {"version": 2}])
+@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 3}])
 def test_the_state_of_another_snapshot_is_refused_in_words(version):
     earlier = {"consumed": 2, "order": None, "whole": False, **version}
-    with pytest.raises(ValueError, match=r"a loader's state of version 1, got one of another snapshot.*'whole'.*Go on"):
+    with pytest.raises(ValueError, match=r"a loader's state of version 2, got one of another snapshot.*'whole'.*Go on"):
         EpochState.from_dict(earlier)
 
 
@@ -75,9 +76,10 @@ def test_counted_from():
     assert (counted.consumed, counted.ended, counted.batches_before, counted.used_samples) == (5, False, 5, 8)
     ended = EpochState(consumed=2, shards=anew).counted_from(9, ended=True)
     assert (ended.consumed, ended.ended, ended.used_samples) == (9, True, 29)
-    place = StreamPlace("Lines", 4, 1, from_sample=7, from_batch=1, is_resharded=True, places=[(1, "place")])
-    stream = EpochState(consumed=1, stream=place).counted_from(3, ended=False)
-    assert (stream.consumed, stream.batches_before, stream.stream.places) == (3, 3, [(3, "place")])
+    place = StreamPlace("Lines", 4, 1, from_sample=7, from_batch=1, is_resharded=True, places=[(1, "one"), (2, "two")])
+    stream = EpochState(consumed=2, stream=place).counted_from(4, ended=False)
+    assert (stream.consumed, stream.batches_before) == (4, 4)
+    assert stream.stream.places == [(3, "one"), (4, "two")]
 
 
 RNG = {"torch": torch.arange(3)}
