@@ -220,19 +220,27 @@ class StreamEpochs(_CountedEpochs):
         if latest is not None and loader._background is not None:
             self._left_behind.look(loader, loader._background, latest.consumed - latest.begun)
         state = state or EpochState()
-        asks = streams.has_exact_state(loader.dataset) and (self._in_workers or not loader.num_workers)
         position = self._new_position(loader, state)
-        if asks and loader.num_workers:
-            position = RoundsPosition(position.consumed, loader.num_workers)
         self._from = state if state.is_within_epoch else EpochState()
         with same_random_numbers() if state.goes_on else contextlib.nullcontext():
-            source = self._open(loader, state, position, asks)
+            source = self._open(loader, state, position)
         self._go_on(loader, state, position)
-        goes_on = state.is_within_epoch
-        snapshot = streams.StreamSnapshots(loader.dataset, source, goes_on, position.dataset_generators)
-        return Begun(source, position, snapshot if asks and not loader.num_workers else None)
+        if loader.num_workers or not self._asks(loader):  # processes tell of themselves
+            return Begun(source, position)
+        held = position.dataset_generators
+        return Begun(source, position, streams.StreamSnapshots(loader.dataset, source, state.is_within_epoch, held))
 
-    def _open(self, loader: Any, state: EpochState, position: Position, asks: bool) -> Iterator[Any]:
+    def _asks(self, loader: Any) -> bool:
+        """Whether the stream is asked for its place, in the process that reads it."""
+        return (self._in_workers or not loader.num_workers) and streams.has_exact_state(loader.dataset)
+
+    def _new_position(self, loader: Any, state: EpochState) -> Position:
+        position = super()._new_position(loader, state)
+        if loader.num_workers and self._asks(loader):
+            return RoundsPosition(position.consumed, loader.num_workers)
+        return position
+
+    def _open(self, loader: Any, state: EpochState, position: Position) -> Iterator[Any]:
         if not state.is_within_epoch:
             return self._open_as(loader, state.order if state.goes_on else None, position)
         if state.ended and state.is_resharded:
@@ -241,7 +249,7 @@ class StreamEpochs(_CountedEpochs):
             return iter(())
         # Batches that need not be loaded once more: by the stream's own state, which is loaded before it is opened, or
         # else by the samples that are left out once it is.
-        place = self._restore(loader, state, position) if asks else None
+        place = self._restore(loader, state, position)
         source = self._open_as(loader, state.order, position)
         if place is None:
             done = streams.skip_samples(samples_of_stream(source), state.stream)
@@ -255,7 +263,7 @@ class StreamEpochs(_CountedEpochs):
     def _restore(self, loader: Any, state: EpochState, position: Position) -> tuple[int, list[Any]] | None:
         """Have the stream go on by its own state, and return that with its count of batches; ``None`` without one."""
         stream = state.stream
-        if stream is None or stream.told_by != loader.num_workers:
+        if stream is None or stream.told_by != loader.num_workers or not self._asks(loader):
             return None
         places = [each for each in stream.places if each[0] <= position.consumed]
         if not places:

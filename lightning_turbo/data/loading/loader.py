@@ -330,10 +330,10 @@ class PrefetchLoader(DataLoader[T]):
 
         An ``EpochState`` as a dictionary: the count and, over a dataset with indices, the states of the random
         generators from which the order follows and, for the epoch after it, of those that belong to the loader and its
-        samplers. Over a stream the states of the global RNGs at its beginning. Without worker processes, those of the
-        generators that the dataset holds. With a class behind this one that keeps its own state, that after the latest
-        batch. Random numbers that worker processes draw for augmentation are not part of it; with ``sample_seeds`` they
-        need not be.
+        samplers. Over a stream the states of the global RNGs at its beginning and, if it has an exact state of its own,
+        that in each process that reads it. Without worker processes, those of the generators that the dataset holds.
+        With a class behind this one that keeps its own state, that after the latest batch. Random numbers that worker
+        processes draw for augmentation are part of it over such a stream alone; with ``sample_seeds`` they need not be.
 
         Warns:
             TurboWarning: If the dataset holds a generator in worker processes, of which no state tells.
@@ -377,8 +377,9 @@ class PrefetchLoader(DataLoader[T]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next ``iter()`` go on where ``state_dict`` was taken.
 
-        A dataset with indices is not asked for what was consumed; an ``IterableDataset`` is run through it, and so is
-        a loader whose class has an ``__iter__`` of its own. That ``iter()`` leaves the global RNGs as they are.
+        A dataset with indices is not asked for what was consumed; an ``IterableDataset`` without a state of its own is
+        run through it, and so is a loader whose class has an ``__iter__`` of its own. That ``iter()`` leaves the global
+        RNGs as they are.
 
         Args:
             state_dict: What ``state_dict`` returned, for a loader with the same dataset and samplers.

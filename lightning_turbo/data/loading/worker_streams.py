@@ -70,16 +70,16 @@ class WorkerPlaces:
         """Open the stream for an epoch, the first one at the place that was given."""
         self._number, self._began, self._asking = 0, time.perf_counter(), 0.0
         given, self._states = self._states, ()
-        state, rng = pickle.loads(given[self._worker]) if given else (None, None)
-        if given:
-            stream.load_state_dict(state)
+        place = pickle.loads(given[self._worker]) if given else None
+        if place is not None:
+            stream.load_state_dict(place[0])
         elif self._goes_on:
             streams.take_back(stream)
         samples = iter(stream)
         # What a stream makes anew when it is loaded or opened is among them.
         self._stream, self._held = stream, generators_in(stream)
-        if given:
-            set_shared_state(rng, self._held)
+        if place is not None:
+            set_shared_state(place[1], self._held)
         return samples
 
     def tell(self, samples: Any) -> tuple[int, int, bytes] | None:

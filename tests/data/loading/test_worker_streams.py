@@ -291,6 +291,31 @@ def test_a_stream_goes_on_after_a_broken_batch(workers):
     loader.close()
 
 
+class Starting(Placed):
+    """Begins every pass where the state is that was loaded, as Hugging Face's, unless that is taken back."""
+
+    def __init__(self, lengths=(12, 12)):
+        super().__init__(lengths)
+        self._starting_state_dict = {}
+
+    def __iter__(self):
+        self.at, self.is_loaded = self._starting_state_dict.get("at", 0), True
+        return super().__iter__()
+
+    def load_state_dict(self, state):
+        self._starting_state_dict = state
+
+
+def test_processes_that_stay_begin_later_epochs_at_the_start():
+    def make():
+        return PrefetchLoader(Starting(), 3, num_workers=2, persistent_workers=True)
+
+    first, second = straight(make, 2)
+    seen, rest, later = in_stops(make, (3, 2))
+    assert (*map(len, (seen, rest)), len(later)) == (5, len(first) - 5, len(second))
+    assert [row[2] for batch in later for row in batch] == [row[2] for batch in second for row in batch]
+
+
 def shows(worker_id):
     info = get_worker_info()
     info.dataset.given = (worker_id, type(info.dataset).__name__)
