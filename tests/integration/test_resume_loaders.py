@@ -80,7 +80,7 @@ LOADERS = {
     "stream": lambda cls: cls(Stream(8), 2),
     "stream of a worker": lambda cls: cls(Stream(8), 2, num_workers=1),
     "own": lambda cls: cls(Own(), 2),
-    "own of workers": lambda cls: cls(Own(), 2, num_workers=2),
+    "own of workers": lambda cls: cls(Own(4), 2, num_workers=2),
 }
 
 

@@ -363,8 +363,9 @@ class PrefetchLoader(DataLoader[T]):
     def _warn_of_generators(self, state: EpochState) -> None:
         """Warn of generators that the dataset holds in each worker process; those of new processes begin again."""
         lost = self.num_workers and (self.persistent_workers or not state.over)
-        if not state.over and state.stream is not None and state.stream.places:
-            return  # the processes tell of them
+        stream = None if state.over else state.stream
+        if stream is not None and (stream.places or not self.persistent_workers):
+            return  # the processes tell of them, or new ones draw from them as the first ones did
         if lost and not isinstance(self.dataset, SeededDataset) and generators_in(self.dataset):
             warnings.warn(
                 f"{type(self.dataset).__name__} holds a random generator, of which each worker process has its own, "

@@ -183,14 +183,28 @@ def test_it_does_not_read_what_was_used_again(workers, stays):
     assert max(int(torch.tensor(batch)[:, -1].max()) for batch in rest) == 30
 
 
-@pytest.mark.parametrize(("workers", "stays"), WORKERS)
-def test_a_stream_without_a_state_is_run_through_each_time(workers, stays):
-    def make():
-        return PrefetchLoader(Stream(23), 2, num_workers=workers, persistent_workers=stays)
+class Drawing(Stream):
+    """Draws from a generator that it holds, and has no state."""
 
-    (every,) = straight(make, 1)
+    def __init__(self, length):
+        super().__init__(length)
+        self.rng = seeded(4)
+
+    def __iter__(self):
+        for number in super().__iter__():
+            yield 100 * number + int(torch.randint(100, (), generator=self.rng))
+
+
+@pytest.mark.parametrize(("workers", "stays", "kind"), [
+    *((*each, Stream) for each in WORKERS), (1, False, Drawing), (2, False, Drawing),
+])  # fmt: skip
+def test_a_stream_without_a_state_is_run_through_each_time(workers, stays, kind):
+    def make():
+        return PrefetchLoader(kind(23), 2, num_workers=workers, persistent_workers=stays)
+
+    first, second = straight(make, 2)
     seen, rest, later = in_stops(make, (2, 3, 1))
-    assert (seen + rest, later) == (every, every)
+    assert (seen + rest, later) == (first, second)
 
 
 def test_a_second_iter_of_processes_that_stay_begins_at_the_place_too():
