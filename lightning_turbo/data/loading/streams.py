@@ -160,13 +160,17 @@ def reshard(loader: Any, state: EpochState) -> EpochState:
     if loader.num_workers or before.workers > 1:
         left_out = used // size * size  # worker processes leave out whole batches only, and each its own
         _warn_of_workers(before, here, used, left_out)
-    places = []
-    if not loader.num_workers and not before.told_by:
-        places = [(used // size, each) for count, each in before.places if count == state.consumed]
+    places = [(used // size, each) for count, each in _places_in(loader, before) if count == state.consumed]
     here = dataclasses.replace(
         here, stream=before.stream, from_sample=left_out, from_batch=used // size, is_resharded=True, places=places
     )
     return dataclasses.replace(state, consumed=here.from_batch, length=None, rng_before_next=None, stream=here)
+
+
+def _places_in(loader: Any, before: StreamPlace) -> list[tuple[int, Any]]:
+    """Return the places of a stream with other batches or processes that this loader can use."""
+    # What worker processes told is of shares, and of batches that are dealt out in turn.
+    return [] if loader.num_workers or before.told_by else before.places
 
 
 def _warn_of_workers(before: StreamPlace, here: StreamPlace, used: int, left_out: int) -> None:
