@@ -76,7 +76,7 @@ class WorkerPlaces:
         elif self._goes_on:
             streams.take_back(stream)
         samples = iter(stream)
-        # What a stream makes anew when it is loaded or opened is among them.
+        # What a stream makes when it is loaded or opened is among them.
         self._stream, self._held = stream, generators_in(stream)
         if place is not None:
             set_shared_state(place[1], self._held)
