@@ -274,8 +274,7 @@ def drawn(draw):
     name = draw.choice(list(TRAIN))
     streams = "stream" in name
     workers = draw.choice([0, 0, 0, 0, 1, 2])
-    # "A stream with `persistent_workers`, from the end of an epoch", as docs/resume.md says.
-    stays = workers > 0 and draw.random() < 0.5 and not streams
+    stays = workers > 0 and draw.random() < 0.5
     settings = {"num_workers": workers, "persistent_workers": stays}
     batch = {"batch_size": draw.randint(2, 4), "drop_last": draw.random() < 0.3}
     load = noisy if not workers and draw.random() < 0.4 else row

@@ -222,7 +222,9 @@ class StreamEpochs(_CountedEpochs):
         state = state or EpochState()
         position = self._new_position(loader, state)
         self._from = state if state.is_within_epoch else EpochState()
-        with same_random_numbers() if state.goes_on else contextlib.nullcontext():
+        # Processes that stay had their seed in the epoch before.
+        is_seeded = state.goes_on or (state.over and loader.persistent_workers)
+        with same_random_numbers() if is_seeded else contextlib.nullcontext():
             source = self._open(loader, state, position)
         self._go_on(loader, state, position)
         if loader.num_workers or not self._asks(loader):  # processes tell of themselves
