@@ -118,7 +118,7 @@ CHARTS = (
           column="s a epoch", label="s an epoch"),
     Chart("lightning-versions_cpu-epyc-avx512_2026-11", VERSIONS, column="us a step"),
     _photographs("loaders_cpu-epyc-avx2_2026-11", "ms a batch", ZERO, TWO, "DALILoader"),
-    _photographs("loaders_cpu-epyc-avx512_2026-11", "us a batch", ZERO, TWO, THREADS, NODES, "DALILoader"),
+    _photographs("loaders_cpu-epyc-avx512_2026-11", "ms a batch", ZERO, TWO, THREADS, NODES, "DALILoader"),
     _photographs("loaders_cpu-xeon-avx512_2026-11", "ms a batch", ZERO, THREADS, NODES,
                  "MONAI's ThreadDataLoader with Pillow, 2 threads"),
     Chart("loading_cpu-epyc-avx512_2026-11", SMALL, ("small tensors: PrefetchLoader",), tuple(SMALL)[2:], "us a batch"),
