@@ -1,3 +1,3 @@
-"""The doctor: what slows a run and what is installed, as facts, rules on the facts, and a report."""
+"""The doctor: measures what slows a run and what is installed, applies rules, and writes a report."""
 
 __all__: list[str] = []

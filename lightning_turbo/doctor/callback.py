@@ -1,4 +1,4 @@
-"""``Doctor``: the callback that watches a few steps of a run and says what slows them."""
+"""``Doctor``: the callback that watches a few steps of a run and reports what slows them down."""
 
 from __future__ import annotations
 
@@ -28,66 +28,66 @@ from lightning_turbo.errors import TurboWarning
 __all__ = ["Doctor"]
 
 PATIENCE = 30.0
-"""Seconds that the first rank waits for what the others measured. They end their part before it ends its own."""
-STOPPED = 130  # the status after a signal, as shells have it for Ctrl-C
+"""Seconds that the first rank waits for the measurements of the others. They finish before it does."""
+STOPPED = 130  # exit status after a signal, as shells report for Ctrl-C
 NEAR = 300.0
-"""Seconds until the end of the first epoch up to which a report waits for it."""
+"""A report waits for the end of the first epoch if it is at most this many seconds away."""
 BORDERS = ("wait", "cut", "skip")
-_made = itertools.count()  # doctors in this process: the first one knows all that came before it
-_reports = itertools.count()  # of this process with several ranks: the ranks make the same ones
+_made = itertools.count()  # doctors in this process; the first one also times what came before it
+_reports = itertools.count()  # reports of a process with several ranks; all ranks count the same
 
 
 class Doctor(Callback):
-    """Report what slows a training loop, by file and line, and what to do about it.
+    """Report what slows down a training loop, with file and line, and what to do about it.
 
-    It lets ``warmup`` steps pass, times ``timed`` steps, watches ``watched`` steps from inside, and times what else a
-    fit does until the first batch of the second epoch. Then it prints its findings, and takes itself out of the
-    Trainer: what follows costs nothing. Losses are bit for bit the same as without it.
+    The callback lets ``warmup`` steps pass, times ``timed`` steps, watches ``watched`` steps from inside, and times
+    everything else in a fit until the first batch of the second epoch. Then it prints its findings and removes itself
+    from the Trainer: the rest of the run costs nothing. Losses are bitwise the same as without it.
 
-    Who starts it: ``fit``, as the first thing that it does. What ends it: its report, an error of its own, an exception
-    of the run, or the end of the training. What always holds: no error of its own ends the run.
+    It starts first thing in ``fit``. It ends with its report, with an error of its own, with an exception of the run,
+    or when training ends. No error of its own ever ends the run.
 
     Args:
-        warmup: Steps before the first look, at least 1.
-        timed: Steps timed with nothing but clock readings (CUDA events on a GPU), at least 1. Below 5 they are no basis
-            for a warning.
-        watched: Steps watched from inside, which slows these steps down: at least 2, because growth shows between two
-            steps, or 0 to time only.
-        text: A file for the report as it is printed; ``None`` writes none.
+        warmup: Steps before the measurement, at least 1.
+        timed: Steps timed with clock readings only (CUDA events on a GPU), at least 1. Below 5 they do not justify a
+            warning.
+        watched: Steps watched from inside, which slows them down: at least 2, because growth shows between two steps,
+            or 0 to time only.
+        text: A file for the printed report; ``None`` writes none.
         json: A file for the report as JSON; ``None`` writes none.
-        stop: Whether to end the program, with status 0, once the report is complete. It is a program that was trained
-            for some steps only: none of its handlers runs, neither ``finally:`` and ``except:`` nor ``on_exception``,
-            ``on_train_end`` and ``atexit``, and nothing behind ``fit``, so that it overwrites nothing; what it has
-            written itself is kept. Ctrl-C and SIGTERM end it in the same way, behind the ``on_exception`` of callbacks
-            before this one. With several ranks the run goes on, because the other ranks would wait for this one. In a
-            notebook this ends the kernel.
-        border: What becomes of the end of the first epoch, with its validation, its checkpoints and its hooks.
-            ``"wait"`` reports behind it if the timed steps say that it is less than five minutes away, else right
-            after the watched steps. ``"cut"``, which needs ``stop``, ends the first epoch after these steps and its
-            validation after a few batches; files that hooks and checkpoints write behind the last step are put back as
-            they were. ``"skip"`` reports right after the watched steps, as runs of several ranks do anyway.
+        stop: Whether to end the program with status 0 once the report is complete. The model has then trained for a few
+            steps only, so none of the program's handlers run (``finally:``, ``except:``, ``on_exception``,
+            ``on_train_end``, ``atexit``), nor anything after ``fit``: nothing is overwritten, and files already written
+            are kept. Ctrl-C and SIGTERM end the program in the same way, after ``on_exception`` of earlier callbacks.
+            With several ranks the run continues, because the other ranks would wait for this one. In a notebook this
+            ends the kernel.
+        border: How to treat the end of the first epoch, with its validation, checkpoints and hooks. ``"wait"`` reports
+            after it if, judging by the timed steps, it is less than five minutes away, otherwise right after the
+            watched steps. ``"cut"``, which requires ``stop``, ends the first epoch after these steps and its validation
+            after a few batches; files that hooks and checkpoints write after the last step are restored. ``"skip"``
+            reports right after the watched steps, as runs with several ranks always do.
 
     Attributes:
-        report: The report; ``None`` until it is made.
-        stopped: Whether it ended the program.
-        reports: Whether its rank makes the report: the first one does.
+        report: The report; ``None`` until it exists.
+        stopped: Whether it has ended the program.
+        reports: Whether its rank writes the report; only the first one does.
         superseded: Whether it left because the Trainer has an earlier doctor.
 
     Raises:
         TypeError: If a count of steps is not an integer, ``text`` or ``json`` is not a path, or ``stop`` is not a
             bool.
-        ValueError: If a count of steps is too small, or ``border`` is none of its words, or ``"cut"`` without ``stop``.
+        ValueError: If a count of steps is too small, ``border`` is invalid, or ``"cut"`` is used without ``stop``.
 
     Warns:
         TurboWarning: If the report cannot be written to ``text`` or ``json``.
 
     Note:
-        All ranks of a run time their steps, and the first one, which watches and reports, says who waits for whom. A
-        rank without a ``Doctor`` is a note of the report.
+        All ranks of a run time their steps; the first one also watches, and reports which rank waits for which. A rank
+        without a ``Doctor`` is mentioned in a note of the report.
 
-        A compiled model, any model in a process that has compiled something before, and strategies that split single
-        tensors, are timed but not watched from inside, and the report says so. Where another profile function is set
-        (by a debugger; before Python 3.12 by cProfile), calls of Python functions are not watched.
+        A compiled model, any model in a process that has compiled something before, and strategies that split tensors
+        are timed but not watched, and the report says so. If another profile function is set (by a debugger, or by
+        cProfile before Python 3.12), calls of Python functions are not watched.
 
     Example:
         >>> from lightning_turbo import Doctor
@@ -131,25 +131,25 @@ class Doctor(Callback):
 
     @property
     def log(self) -> Any:
-        """The module's ``log``, which fit gives to each callback."""
+        """The module's ``log``, which ``fit`` sets on each callback."""
         return self._log
 
     @log.setter
     def log(self, log: Any) -> None:
-        # Lightning calls no hook before the ranks have met and the data are set up; this is the first thing that fit
-        # does with a callback.
+        # The first access of fit to a callback. Lightning calls no hook before the ranks have met and the data are set
+        # up.
         self._log = log
         module = getattr(log, "__self__", None)
         if module is not None:
             self._guard.run(self._start, module.trainer, sys._getframe(1))
 
     def _start(self, trainer: Any, frame: FrameType) -> None:
-        """Begin with a fit, if no other doctor is at work."""
+        """Start in a fit, unless another doctor is at work."""
         self.superseded = next(each for each in trainer.callbacks if isinstance(each, Doctor)) is not self
         if self.superseded or self._session is not None or self.report is not None or not is_fitting(trainer):
             return
         self.reports = trainer.is_global_zero
-        # Ranks behind the first one do not watch.
+        # Only the first rank watches.
         plan = self.plan if self.reports else Plan(self.plan.warmup, self.plan.timed, 0)
         self._session = Session(plan, trainer, self._guard, self._begin, frame)
         further: list[Listener] = [_Ending(self, self._session)]
@@ -159,7 +159,7 @@ class Doctor(Callback):
         self._session.begin(further)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Look how long the fit will be, or leave to another doctor."""
+        """Determine how long the fit will be, or leave if another doctor is at work."""
         self._guard.run(self._start_training, trainer)
 
     def _start_training(self, trainer: Any) -> None:
@@ -171,7 +171,7 @@ class Doctor(Callback):
                 self._short.cut(self._session.length)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at the batch."""
+        """Examine the batch."""
         if self._session is not None:
             self._guard.run(self._session.look_at, batch)
 
@@ -180,7 +180,7 @@ class Doctor(Callback):
         self._guard.run(self._complete, trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop watching, report what was seen, and let the exception pass; Ctrl-C and SIGTERM end as ``stop`` does."""
+        """Stop watching, report, and let the exception pass. Ctrl-C and SIGTERM end the program like ``stop``."""
         session = self._session
         if session is None:
             return
@@ -193,7 +193,7 @@ class Doctor(Callback):
             self._end_program(trainer, 0)
 
     def _complete(self, trainer: Any) -> None:
-        """Report, and end the program if it was asked for and all steps are over."""
+        """Report, and end the program if requested and all steps are over."""
         session = self._session
         self._finish(trainer)
         if session is not None and self._is_enough(session):
@@ -203,13 +203,13 @@ class Doctor(Callback):
         return session.clock.step >= session.plan.needed
 
     def _end_program(self, trainer: Any, status: int) -> None:
-        """End the program without its handlers if ``stop`` says so: it must not save what it has after some steps."""
+        """End the program without its handlers if ``stop`` is set, so that it does not save its few steps."""
         if self.stop and trainer.world_size == 1:
             self.stopped = True
             end_program(status)
 
     def _give_up(self) -> None:
-        """Leave after an error of the Doctor's own."""
+        """Leave after an error of the Doctor itself."""
         session, self._session = self._session, None
         if session is not None:
             session.stop()
@@ -218,14 +218,14 @@ class Doctor(Callback):
             self._leave(session.trainer)
 
     def _leave(self, trainer: Any) -> None:
-        """Take this callback out of the Trainer; the list under iteration is left as it is."""
+        """Remove this callback from the Trainer; the list being iterated over stays unchanged."""
         trainer.callbacks = [each for each in trainer.callbacks if each is not self]
-        # Lightning gives every callback these methods of its module.
+        # Lightning sets these methods of its module on every callback.
         vars(self).pop("log_dict", None)
         self._log = None
 
     def _gather(self, trainer: Trainer, session: Session, patience: float) -> tuple[Rank, ...]:
-        """Return what all ranks of several measured, on the first; nothing, and a note, if some are missing."""
+        """Return the measurements of all ranks, on the first of several; nothing, and a note, if some are missing."""
         if trainer.world_size == 1:
             return ()
         ranks = tell_first_rank(session.rank(), f"doctor/{next(_reports)}", patience)
@@ -236,17 +236,17 @@ class Doctor(Callback):
         return () if missing else tuple(ranks)
 
     def _finish(self, trainer: Trainer, interrupted: str = "") -> None:
-        """Make the report, if there is none yet, and leave."""
-        # Taken first: an error in what follows ends in ``on_exception``, which must not begin it again.
+        """Write the report, unless there is one, and leave."""
+        # Taken first, because an error below ends in ``on_exception``, which must not start over.
         session, self._session = self._session, None
         if session is None:
             return
-        # The methods of the Trainer's profiler are back before anything is summed up, whatever becomes of the report.
+        # Restore the profiler's methods before evaluating anything, whatever happens to the report.
         session.stop()
         if self._short is not None:
             self._short.close()
         self._leave(trainer)
-        if not session.clock.epochs:  # no training began
+        if not session.clock.epochs:  # training has not started
             return
         ranks = self._gather(trainer, session, 0.0 if interrupted else PATIENCE)
         if not self.reports:
@@ -261,15 +261,15 @@ class Doctor(Callback):
         say(f"\n{as_text(self.report)}")
         try:
             self.report.save(text=self.text, json=self.json)
-        except OSError as error:  # a report is not worth a training run
+        except OSError as error:  # do not end a training run because of a report
             rank_zero_warn(f"Doctor could not write its report: {error}.", category=TurboWarning)
 
 
 class _Ending(Listener):
-    """Ends a Doctor's look at the fit once all was seen.
+    """Ends a Doctor's measurement of a fit once everything was seen.
 
-    Who starts it: the ``Doctor``, as the last listener of its clock. What ends it: the report. What always holds:
-    whether to wait for the border is decided once, as the last step of the plan is over.
+    The ``Doctor`` adds it as the last listener of its clock, and the report ends it. Whether to wait for the end of the
+    epoch is decided once, after the last planned step.
     """
 
     def __init__(self, doctor: Doctor, session: Session) -> None:
@@ -278,7 +278,7 @@ class _Ending(Listener):
         self._waits: bool | None = None
 
     def begin_step(self, step: int) -> None:
-        """Report between two steps, unless the border of the epoch is still to come."""
+        """Report between two steps, unless the end of the epoch is still to come."""
         session = self.session
         if step < session.plan.needed:
             return
@@ -288,12 +288,12 @@ class _Ending(Listener):
             self.doctor._complete(session.trainer)
 
     def fetched(self, step: int) -> None:
-        """Report with the first batch behind the border."""
+        """Report with the first batch of the next epoch."""
         if step >= self.session.plan.needed and self.session.clock.has_border:
             self.doctor._complete(self.session.trainer)
 
     def end_training(self) -> None:
-        """Report before the hooks on the end of the training, which may save what it came to."""
+        """Report before the hooks at the end of training, which may save the result."""
         self.doctor._complete(self.session.trainer)
 
     def _is_near(self) -> bool:

@@ -1,4 +1,4 @@
-"""The Python functions that the doctor looks out for, recognised by their code, none of them replaced."""
+"""The Python functions that the doctor watches, recognized by their code objects without replacing them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_turbo.amp.grad_scaler import ApexGradScaler
 
 __all__ = ["CallTable"]
 
-# Function -> kind and name; the name of log is that of the value.
+# Function, kind, name; the name for log is that of the logged value.
 _FUNCTIONS: list[tuple[Any, str, str]] = [
     (torch.cuda.empty_cache, "housekeeping", "torch.cuda.empty_cache()"),
     (torch.cuda.synchronize, "housekeeping", "torch.cuda.synchronize()"),
@@ -36,8 +36,8 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (LightningModule.clip_gradients, "clip", "clip_gradients"),
     (torch.amp.GradScaler.scale, "scale", ""),
     (torch.amp.GradScaler.unscale_, "unscale", ""),
-    (ApexGradScaler._unscale, "unscale", ""),  # by which each of its ways to unscale ends
-    # In which the step waits: timed until they return.
+    (ApexGradScaler._unscale, "unscale", ""),  # all its ways to unscale call this
+    # Functions in which the step waits: timed until they return.
     (DataLoader.__iter__, "wait", "iter(DataLoader)"),
     (_BaseDataLoaderIter.__next__, "wait", "next(DataLoader)"),
     (torch.load, "wait", "torch.load"),
@@ -45,7 +45,7 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (subprocess.Popen.wait, "wait", "a process"),
     (subprocess.Popen.communicate, "wait", "a process"),
 ]
-# The same of functions in C.
+# The same for C functions.
 _BUILTINS: dict[Any, str] = {
     time.sleep: "time.sleep",
     io.open: "open",
@@ -61,33 +61,33 @@ _METHODS = {
     "_thread": {"acquire", "__enter__"},
     "_queue": {"get"},
 }
-"""Modules of C, and the methods of their classes that wait."""
+"""C modules -> methods of their classes that wait."""
 TIMED = ("wait", "metric")
 SHORTEST = 1e-4
-"""Seconds below which a wait does not count: a lock that is free, a line that was read ahead."""
+"""Shorter waits, in seconds, do not count: a free lock, a buffered line."""
 
 
 class CallTable:
-    """A profile function (see ``sys.setprofile``) that notes the calls of known functions.
+    """A profile function (see ``sys.setprofile``) that records the calls of known functions.
 
-    Who starts it: a ``Watch``, which sets it for the time of a step. What ends it: the watch, by setting none. What
-    always holds: at most one timed call is open; what is called within it does not count by itself.
+    A ``Watch`` installs it for the duration of a step and removes it. At most one timed call is open at a time; calls
+    inside it do not count separately.
 
     Args:
-        note: Called with the kind, the name, the frame of the caller and the seconds.
+        note: Called with the kind, the name, the caller's frame and the seconds.
     """
 
     def __init__(self, note: Callable[[str, str, FrameType | None, float], None]) -> None:
         self.note = note
-        self.scaled = False  # whether gradients carry a loss scale now
-        # Below its decorators: what is called by its name is the wrapper, and what runs is this.
+        self.scaled = False  # whether gradients currently carry a loss scale
+        # Unwrapped, because decorators hide the function whose code actually runs.
         self._rows = {inspect.unwrap(each).__code__: (kind, name) for each, kind, name in _FUNCTIONS}
         self._rows |= _metric_rows()
-        # Of the timed call: its frame, the function in C if it is one, kind, name, and when it began.
+        # The timed call: frame, C function if it is one, kind, name and start time.
         self._open: tuple[FrameType, Any, str, str, float] | None = None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Note one event of the interpreter."""
+        """Record one event of the interpreter."""
         if self._open is not None:
             self._close(frame, event, arg)
         elif event == "call" and frame.f_code in self._rows:
@@ -99,7 +99,7 @@ class CallTable:
                 self._open = (frame, arg, "wait", name, time.perf_counter())
 
     def end(self) -> None:
-        """Forget a call that is still open, as the step is over."""
+        """Discard an open call, because the step is over."""
         self._open = None
         self.scaled = False
 
@@ -117,7 +117,7 @@ class CallTable:
 
     def _note_call(self, frame: FrameType, kind: str, name: str) -> None:
         given = frame.f_locals
-        # Clipping is judged by which of the two came last: gradients of a scaled loss are scaled until ``unscale_``.
+        # Clipping is judged by the more recent of the two: gradients of a scaled loss are scaled until ``unscale_``.
         if kind in TIMED:
             shown = name or type(given.get("self")).__name__
             self._open = (frame, None, kind, shown, time.perf_counter())
@@ -130,18 +130,18 @@ class CallTable:
             self._note(kind, name, frame.f_back)
 
     def _note(self, kind: str, name: str, caller: FrameType | None, seconds: float = 0.0) -> None:
-        # What torch does for itself, such as its compiler collecting garbage, is no habit of the user's.
+        # Calls by torch itself, such as its compiler collecting garbage, are not the user's.
         by_torch = caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.")
         if not (by_torch and kind == "housekeeping"):
             self.note(kind, name, caller, seconds)
 
 
 def _name_of_wait(function: Any) -> str:
-    """Return how the user writes a function in C that waits; empty of others."""
+    """Return how the user writes a C function that waits, or an empty string for other functions."""
     try:
         if name := _BUILTINS.get(function, ""):
             return name
-    except TypeError:  # what cannot be hashed is none of them
+    except TypeError:  # unhashable, so none of them
         return ""
     owner = type(getattr(function, "__self__", None))
     name = getattr(function, "__name__", "")
@@ -149,7 +149,7 @@ def _name_of_wait(function: Any) -> str:
 
 
 def _metric_rows() -> dict[Any, tuple[str, str]]:
-    """Return the code by which torchmetrics computes a metric, once it is imported."""
+    """Return the code object with which torchmetrics computes a metric, if it is imported."""
     module = sys.modules.get("torchmetrics.metric")
     if module is None:
         return {}

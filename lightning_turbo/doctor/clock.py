@@ -1,4 +1,4 @@
-"""``FitClock``: where a fit, an epoch, a step and a phase begin and end, from what Lightning tells its profiler."""
+"""``FitClock``: tracks fits, epochs, steps and phases through the actions that Lightning reports to its profiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS = {
     "hooks": "hooks at the borders of an epoch",
     "loggers": "loggers",
 }
-"""The parts of a fit, in their order, and what a report calls them."""
+"""The parts of a fit in order, with their names in a report."""
 PHASES = {
     "data": "waiting for data",
     "copy": "copy to the device",
@@ -34,14 +34,14 @@ PHASES = {
     "hooks": "hooks and callbacks",
     "logging": "logging",
 }
-"""The phases of a step, in their order, and what a report calls them."""
+"""The phases of a step in order, with their names in a report."""
 
 NEXT = "train_dataloader_next"
 EPOCH = "run_training_epoch"
 BACKWARD = "backward"
 SAVE = "save_checkpoint"
 LOGGING = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint")
-"""Methods of loggers, of whose calls Lightning's profiler does not hear."""
+"""Methods of loggers, whose calls Lightning does not report to its profiler."""
 _HOOKS = {
     "data": (NEXT,),
     "copy": ("batch_to_device", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
@@ -56,7 +56,7 @@ _PART_OF_GAP = {
     "on_validation_model_eval": "validation start",
     "on_validation_epoch_end": "metrics",
 }
-"""A hook -> what Lightning did since the action before it, outside of a step, where no action tells of it."""
+"""A hook outside a step -> what Lightning did since the previous action, if no action covers it."""
 _BORDER_HOOKS = {
     *("on_train_epoch_start", "on_train_epoch_end"),
     *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
@@ -74,7 +74,7 @@ def phase_of(action: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many steps are let pass, timed and watched; steps are counted from 0 over the whole fit."""
+    """How many steps pass, are timed and are watched; steps are counted from 0 over the whole fit."""
 
     warmup: int
     timed: int
@@ -82,21 +82,21 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Steps until all were looked at."""
+        """Number of steps until all are done."""
         return self.warmup + self.timed + self.watched
 
     def times(self, step: int) -> bool:
-        """Whether a step is one of those to time."""
+        """Return whether a step is to be timed."""
         return self.warmup <= step < self.warmup + self.timed
 
     def watches(self, step: int) -> bool:
-        """Whether a step is one of those to watch."""
+        """Return whether a step is to be watched."""
         return self.warmup + self.timed <= step < self.needed
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What begins now: the part of the fit, the phase of the step, and the innermost action."""
+    """What begins: the part of the fit, the phase of the step, and the innermost action."""
 
     part: str
     phase: str
@@ -105,57 +105,57 @@ class Moment:
 
 @dataclass(slots=True)
 class EpochCount:
-    """What happened in one epoch until the next one began."""
+    """Counts for one epoch, until the next one begins."""
 
     steps: int = 0
     validations: int = 0
     validated: int = 0  # batches
-    ended: bool = False  # whether it was watched to its end
+    ended: bool = False  # whether its end was seen
     saves: int = 0
-    saves_in_steps: int = 0  # of them, those before the end of a step
+    saves_in_steps: int = 0  # the number of these inside a step
 
 
 class Listener:
-    """Hears a ``FitClock``; whatever a listener does not need does nothing.
+    """Receives the events of a ``FitClock``; by default each does nothing.
 
-    Listeners nest as contexts do: the first to hear that a step begins is the last to hear that it ends.
+    Listeners nest like contexts: the first to receive the beginning of a step is the last to receive its end.
     """
 
     def begin_fit(self) -> None:
-        """Fit begins: nothing of it was done yet."""
+        """Fit begins; nothing of it has run yet."""
 
     def enter(self, moment: Moment, before: str | None) -> None:
-        """Something else begins; ``before`` is the part of what ran since the last call, if it is another one now."""
+        """A new moment begins. ``before`` is the part of the time since the last call, if it differs."""
 
     def begin_epoch(self) -> None:
         """An epoch begins."""
 
     def end_training(self) -> None:
-        """The training is over: the hooks on its end come next."""
+        """Training is over; the hooks at its end come next."""
 
     def begin_step(self, step: int) -> None:
-        """A step begins: its batch is fetched next."""
+        """A step begins; its batch is fetched next."""
 
     def fetched(self, step: int) -> None:
-        """The batch of a step is there. Not called where ``training_step`` fetches by itself."""
+        """The batch of a step has arrived. Not called if ``training_step`` fetches batches itself."""
 
     def end_step(self, step: int) -> None:
-        """A step is over: the next one begins, a validation, or the end of the epoch."""
+        """A step is over; the next one, a validation or the end of the epoch follows."""
 
     def drop_step(self, step: int) -> None:
-        """What had begun was no step: its batch was fetched ahead, or an error came."""
+        """What had begun was no step: its batch was only prefetched, or an error occurred."""
 
 
 EVENTS = [name for name in vars(Listener) if not name.startswith("_")]
 
 
 class FitClock:
-    """Knows where a fit, an epoch, a step and a phase begin and end, and tells its listeners; nothing else knows.
+    """Tracks where a fit, an epoch, a step and a phase begin and end, and notifies its listeners.
 
-    Who starts it: the ``Doctor`` calls ``begin`` as the first thing that fit does. The Trainer's own profiler stays;
-    its ``start`` and ``stop``, and the methods by which loggers write, tell the clock as well. What ends it: ``stop``,
-    which puts them back. What always holds: between the two the innermost open action is the last of the stack, at most
-    one step is open, and ``guard`` calls the listeners, so that no error of theirs reaches the run.
+    The ``Doctor`` calls ``begin`` first thing in ``fit``. The Trainer keeps its profiler; the profiler's ``start`` and
+    ``stop`` and the methods with which loggers write now also notify the clock, until ``stop`` restores them. In
+    between, the innermost open action is the last one on the stack, at most one step is open, and ``guard`` calls the
+    listeners, so that none of their errors reaches the run.
 
     Args:
         guard: Calls the listeners.
@@ -163,25 +163,25 @@ class FitClock:
 
     def __init__(self, guard: Guard) -> None:
         self.epochs: list[EpochCount] = []
-        self.step = 0  # of those that are over
+        self.step = 0  # number of completed steps
         self.has_border = False  # whether the first batch of a second epoch was fetched
         self._guard = guard
-        self._methods: dict[str, tuple[Callable[..., None], ...]] = {}  # event -> methods of the listeners
+        self._methods: dict[str, tuple[Callable[..., None], ...]] = {}  # event -> methods of listeners
         self._replaced: list[ReplacedMethod] = []
-        self._stack: list[tuple[str, Moment]] = []  # open actions, with their names as Lightning has them
-        self._gap = Moment("set-up", "hooks")  # what runs while no action is open
-        self._is_open = False  # whether a step is
-        self._trained = False  # whether the step under way came to on_train_batch_end
-        self._is_checking = False  # whether this is the sanity check
-        self._validated: int | None = None  # batches of the validation under way
+        self._stack: list[tuple[str, Moment]] = []  # open actions by Lightning's names
+        self._gap = Moment("set-up", "hooks")  # the moment while no action is open
+        self._is_open = False  # whether a step is open
+        self._trained = False  # whether the open step has reached on_train_batch_end
+        self._is_checking = False  # whether the sanity check is running
+        self._validated: int | None = None  # batches of the current validation
 
     @property
     def moment(self) -> Moment:
-        """What runs now."""
+        """The current moment."""
         return self._stack[-1][1] if self._stack else self._gap
 
     def begin(self, trainer: Any, listeners: Sequence[Listener]) -> None:
-        """Begin with a Trainer whose fit begins."""
+        """Start in a Trainer whose fit begins."""
         self.subscribe(listeners)
         profiler: Any = trainer.profiler
         self._replaced = [
@@ -197,11 +197,11 @@ class FitClock:
         self._tell("enter", self.moment, None)
 
     def subscribe(self, listeners: Sequence[Listener]) -> None:
-        """Tell these listeners from now on, and no others."""
+        """Notify these listeners from now on, and no others."""
         self._methods = {event: _methods_of(event, listeners) for event in EVENTS}
 
     def stop(self) -> None:
-        """Stop telling, and put the methods back."""
+        """Stop notifying, and restore the methods."""
         for each in self._replaced:
             each.put_back()
         self._replaced = []
@@ -231,7 +231,7 @@ class FitClock:
         if hook == SAVE and self.epochs:
             self.epochs[-1].saves += 1
             self.epochs[-1].saves_in_steps += self._is_open
-        # What encloses all steps tells nothing.
+        # The action that encloses all steps carries no information.
         if action != EPOCH:
             self._stack.append((action, self._moment_of(action, hook)))
             self._tell("enter", self.moment, before)
@@ -241,11 +241,11 @@ class FitClock:
         if not self._methods:
             return
         names, hook = [name for name, _ in self._stack], action.rpartition(".")[2]
-        # Actions that an exception left open end with the one around them.
+        # Actions that an exception left open end with the enclosing one.
         if action in names:
             del self._stack[names.index(action) :]
         if hook == "on_before_backward" and action.startswith("[LightningModule]"):
-            # What runs until the hook after it, which in manual optimization is no action of Lightning's.
+            # Covers the time until the hook after it, which in manual optimization is no action of Lightning's.
             self._stack.append((BACKWARD, Moment("steps", "backward", BACKWARD)))
         elif not self._stack:
             self._follow_end(hook)
@@ -255,17 +255,17 @@ class FitClock:
             self._tell("fetched", self.step)
 
     def _part_before(self, hook: str) -> str | None:
-        """Return the part of what ran since the action before this hook, where that was no action of its own."""
+        """Return the part to which the time before this hook belongs, if no action covered it."""
         if self._is_open or self._is_checking:
             return None
-        # Later batches are fetched right behind a validation, too.
+        # Later batches are also fetched right after a validation.
         is_later = hook == NEXT and self.epochs and self.epochs[-1].steps > 0
         return None if is_later else _PART_OF_GAP.get(hook)
 
     def _follow(self, hook: str) -> None:
-        """Follow the fit to where an outermost action begins."""
-        # The fetch of the next batch is the one action that ends a step in automatic and in manual optimization alike;
-        # where ``training_step`` fetches, it is the start of the next batch.
+        """Update the state when an outermost action begins."""
+        # Fetching the next batch is the one action that ends a step in both automatic and manual optimization. If
+        # ``training_step`` fetches, the start of the next batch ends it.
         if hook == NEXT or (hook == "on_train_batch_start" and self._trained):
             self._open_step()
         elif "validation" in hook or hook.endswith(("_epoch_end", "_dataloader")):
@@ -299,7 +299,7 @@ class FitClock:
             self.epochs[-1].validated += 1
 
     def _follow_end(self, hook: str) -> None:
-        """Follow the fit to where an outermost action ended."""
+        """Update the state when an outermost action ends."""
         if hook == "on_sanity_check_end":
             self._is_checking = False
             self._gap = Moment("set-up", "hooks")
@@ -316,7 +316,7 @@ class FitClock:
 
     def _open_step(self) -> None:
         self._close_step()
-        if not self.epochs:  # a batch that is fetched ahead of the first epoch
+        if not self.epochs:  # a batch fetched before the first epoch
             return
         self._is_open = True
         self._trained = False
@@ -333,7 +333,7 @@ class FitClock:
             self._tell("end_step", self.step)
             self.step += 1
         else:
-            # Of data without a length a batch is fetched ahead when an epoch begins: no training ends with that fetch.
+            # Without a known length, a batch is prefetched when an epoch begins; no training step follows that fetch.
             self._tell("drop_step", self.step)
         self._trained = False
 
@@ -364,22 +364,22 @@ class FitClock:
         return "validation start" if is_first else "validation"
 
     def _tell(self, event: str, *given: Any) -> None:
-        # Whoever calls the clock does so by its guard, which an error of a listener reaches.
+        # Callers invoke the clock through its guard, which catches errors of listeners.
         for method in self._methods.get(event, ()):
             method(*given)
 
 
 def _methods_of(event: str, listeners: Sequence[Listener]) -> tuple[Callable[..., None], ...]:
-    """Return what to call at an event, in its order: the methods of those listeners that do something then."""
+    """Return the methods to call at an event, in order: those of listeners that override it."""
     methods = [getattr(each, event) for each in listeners if getattr(type(each), event) is not getattr(Listener, event)]
     return tuple(reversed(methods) if event in ("end_step", "drop_step") else methods)
 
 
 class _LoggerAction:
-    """A method of a logger, whose calls are actions of a clock.
+    """A logger's method whose calls become actions of a clock.
 
-    Who starts it: the clock, in ``begin``. What ends it: the clock, in ``stop``. What always holds: the logger's own
-    method is called with what it was given, and its errors pass.
+    The clock installs it in ``begin`` and removes it in ``stop``. The logger's own method gets the same arguments, and
+    its errors pass through.
     """
 
     def __init__(self, clock: FitClock, action: str) -> None:

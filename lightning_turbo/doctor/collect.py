@@ -1,4 +1,4 @@
-"""What the Trainer, the loader, the optimizers and the model are set to: facts that need no watching."""
+"""Reads the settings of Trainer, loaders, optimizers and model: facts that need no watching."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = [
 
 
 GROUP_NAMES = ("params", "param_names", "name")
-"""What a group of parameters has beside its settings."""
+"""Entries of a parameter group that are not settings."""
 
 
 def run_facts(trainer: Any) -> RunSettings:
-    """Return what the machine, the process and the Trainer are set to."""
+    """Return the settings of the machine, the process and the Trainer."""
     device, newer = trainer.strategy.root_device, getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return RunSettings(
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         cores=count_cores(),
-        # torch 2.9 brought the newer setting; the older one may refuse to tell then.
+        # torch 2.9 introduced the newer setting; reading the older one may then raise an error.
         tf32=torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32",
         precision=str(trainer.precision),
         strategy=type(trainer.strategy).__name__,
@@ -63,12 +63,12 @@ def run_facts(trainer: Any) -> RunSettings:
 
 
 def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws: str = "") -> Loader:
-    """Return what is known of the training loader.
+    """Return the facts about the training loader.
 
     Args:
         trainer: The Trainer.
-        sources: Finds the line that makes the loader.
-        fit: The line that began the run, for a loader that was made elsewhere.
+        sources: Finds the line that creates the loader.
+        fit: The line that started the run, in case the loader was created elsewhere.
         draws: What loading was seen to draw from.
     """
     loader: Any = trainer.train_dataloader
@@ -78,7 +78,7 @@ def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws:
 
 
 def validation_loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loader:
-    """Return what is known of the validation loader, if there is one."""
+    """Return the facts about the validation loader, if there is one."""
     given: Any = trainer.val_dataloaders
     loader = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
     owner = type(trainer.datamodule or trainer.lightning_module)
@@ -87,12 +87,12 @@ def validation_loader_facts(trainer: Any, sources: Sources, fit: Site | None = N
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """What a batch holds.
+    """The contents of a batch.
 
     Attributes:
         size: Bytes of its tensors.
-        objects: How many tensors there are.
-        wide: Those in double precision, as a user would write them.
+        objects: Number of tensors.
+        wide: Tensors in double precision, as a user would write them.
     """
 
     size: int = 0
@@ -101,7 +101,7 @@ class BatchFacts:
 
 
 def batch_facts(batch: Any) -> BatchFacts:
-    """Return what a batch holds, however its lists, tuples, mappings and dataclasses are nested."""
+    """Return the contents of a batch of any nested lists, tuples, mappings and dataclasses."""
     tensors = dict(leaves(batch, "batch"))
     return BatchFacts(
         size=sum(each.numel() * each.element_size() for each in tensors.values()),
@@ -111,7 +111,7 @@ def batch_facts(batch: Any) -> BatchFacts:
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors within a value, with what a user would write for them."""
+    """Yield the tensors in a value, with the expressions that a user would write for them."""
     if isinstance(value, torch.Tensor) and not value.is_nested:  # a nested tensor has no shape
         yield name, value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -123,7 +123,7 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def has_contiguous_convolutions(module: nn.Module) -> bool:
-    """Return whether a weight of four or five dimensions is in the default memory format."""
+    """Return whether a weight with four or five dimensions has the default memory format."""
     return any(each.ndim in LAST and each.is_contiguous() for each in module.parameters())
 
 
@@ -147,12 +147,12 @@ def _optimizer_facts(optimizer: Any, site: Site | None) -> OptimizerFacts:
 
 
 def _kind(group: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the settings of a group of parameters, but for what they are called."""
+    """Return the settings of a parameter group, without its names."""
     return tuple((name, repr(value)) for name, value in sorted(group.items()) if name not in GROUP_NAMES)
 
 
 def cancelled_biases(module: nn.Module, biases: set[int], sources: Sources) -> tuple[Part, ...]:
-    """Return the layers whose biases are among ``biases``, the ids of those that a norm was seen to cancel."""
+    """Return the layers whose biases are in ``biases``, the ids of those that a norm was seen to cancel."""
     names = [name for name, bias in module.named_parameters() if id(bias) in biases]
     return tuple(Part(name=name.removesuffix(".bias"), site=sources.layer(module, name)) for name in names)
 
@@ -183,7 +183,7 @@ def _made(trainer: Any, sources: Sources, each: Any) -> Site | None:
 
 
 def count_epochs(trainer: Any) -> float:
-    """Return the epochs that the run may last."""
+    """Return the largest number of epochs that the run may have."""
     ends = {trainer.max_epochs} - {None, -1}
     batches = trainer.num_training_batches
     if trainer.max_steps >= 0 and batches < math.inf:

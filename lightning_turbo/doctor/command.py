@@ -1,4 +1,4 @@
-"""``lightning-turbo doctor SCRIPT``: a run with a Doctor in each Trainer, its reports in a folder."""
+"""``lightning-turbo doctor SCRIPT``: runs a script with a Doctor in each Trainer and writes reports to a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["examine"]
 
 NOT_EXAMINED = 3
-"""The exit status where no Trainer began to train."""
+"""The exit status if no Trainer started to train."""
 
 
 def examine(
@@ -32,29 +32,29 @@ def examine(
     keep_going: bool = False,
     **steps: Any,
 ) -> int:
-    """Run a script or a package with a ``Doctor`` in each Trainer that it makes, until the first report is complete.
+    """Run a script or package with a ``Doctor`` in each of its Trainers, until the first report is complete.
 
     Args:
-        program: The script; with ``module`` the name of a module or package, as after ``python -m``.
+        program: The script, or with ``module`` the name of a module or package, as after ``python -m``.
         argv: Its arguments.
         module: Whether ``program`` is the name of a module.
-        out: The folder for ``doctor.txt`` and ``doctor.json``; made if absent.
-        keep_going: Whether the program goes on to its own end, as it does with several ranks anyway. Without it, the
-            program ends with this process, and nothing behind this function is executed: see ``end_program``.
-        steps: ``warmup``, ``timed`` and ``watched`` as for ``Doctor``.
+        out: The folder for ``doctor.txt`` and ``doctor.json``; created if missing.
+        keep_going: Whether the program runs to its end, as it always does with several ranks. Otherwise this process
+            ends with it, and nothing after this call runs; see ``end_program``.
+        steps: ``warmup``, ``timed`` and ``watched``, as in ``Doctor``.
 
     Returns:
-        0 if it was ended after a report, else the program's own exit status: 1 after an exception, whose traceback is
-        printed, 130 after Ctrl-C. In place of 0, 1 if a report could not be written, and 3 if nothing was examined.
+        0 if the program was ended after a report, otherwise its own exit status: 1 after an exception, whose traceback
+        is printed, 130 after Ctrl-C. Instead of 0, 1 if a report could not be written and 3 if nothing was examined.
 
     Raises:
-        TurboError: If there is no such script, or ``out`` cannot be a folder that reports are written to.
+        TurboError: If the script does not exist, or reports cannot be written to ``out``.
         ValueError: If a count of steps is too small.
     """
-    folder, start, made = Path(out).resolve(), os.getcwd(), []  # where the reader is, wherever the script goes
+    folder, start, made = Path(out).resolve(), os.getcwd(), []  # resolved first: the script may change the directory
 
     def make_doctors() -> list[Any]:
-        from lightning_turbo.doctor.callback import Doctor  # not before the script has chosen its copy of Lightning
+        from lightning_turbo.doctor.callback import Doctor  # the script must choose its copy of Lightning first
 
         name = "doctor" if not made else f"doctor-{len(made) + 1}"
         page, data = folder / f"{name}.txt", folder / f"{name}.json"
@@ -63,10 +63,10 @@ def examine(
         return made[-1:]
 
     def close(status: int) -> int:
-        """Say what was written, and return the exit status: of a program that was ended, or that has ended."""
+        """Print what was written, and return the exit status, whether the program was ended or has ended by itself."""
         sys.stdout.flush()
         if any(not each.reports for each in made):
-            return status  # under torchrun each rank is such a command, and the first one says what there is to say
+            return status  # under torchrun each rank is such a command; the first one prints
         written = [f"report in {os.path.relpath(page, start)}" for page in _reports(folder, "txt")]
         missing = sum(each.report is not None for each in made) > len(_reports(folder, "json"))
         failure = [f"a report could not be written to {folder}; the warning above says why."] if missing else []
@@ -98,7 +98,7 @@ def examine(
 
 
 def _end_of(name: str, made: list[Doctor], keep_going: bool) -> list[str]:
-    """Say why a program did not run to its own end, or ran there without being asked to."""
+    """Explain why a program did not run to its end, or did so without being asked to."""
     if any(each.stopped for each in made):
         why = "without its handlers (finally, on_exception, atexit) and what stands behind fit, so that they overwrite"
         return [f"{name} was ended after the report, {why} nothing; --keep-going lets it run to its own end."]
@@ -109,11 +109,11 @@ def _end_of(name: str, made: list[Doctor], keep_going: bool) -> list[str]:
 
 
 def _clear(folder: Path, name: str | Path) -> None:
-    """Make the folder, and remove the reports of an earlier run."""
+    """Create the folder, and remove the reports of an earlier run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in _reports(folder, "txt") + _reports(folder, "json"):
-            old.unlink(missing_ok=True)  # ranks under torchrun remove the same ones
+            old.unlink(missing_ok=True)  # several ranks under torchrun remove the same files
     except OSError as error:
         raise TurboError(
             f"out={str(name)!r}: expected a folder to write reports to ({error}); name another."
@@ -125,7 +125,7 @@ def _reports(folder: Path, suffix: str) -> list[Path]:
 
 
 def _reason(made: list[Doctor], error: BaseException | None) -> str:
-    """Return the reason for a missing report."""
+    """Return the reason why there is no report."""
     if any(doctor.superseded for doctor in made):
         return "its Trainer has a Doctor of its own, which reports by itself"
     end = f"it ended in {type(error).__name__} before" if error is not None else "it ended before"

@@ -1,4 +1,4 @@
-"""``lightning-turbo doctor compare A B``: what got slower from one report to another, and what is new in it."""
+"""``lightning-turbo doctor compare A B``: lists what is slower or new in the second of two reports."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lightning_turbo.measure import interval_of, print_lines
 __all__ = ["compare"]
 
 SLOWER = 1.1
-"""The factor that the low end of the 95 % interval has to reach. The interval is of the steps of one process each, and
-processes of one program differ by some hundredths by themselves; a choice.
+"""The lower end of the factor's 95 % interval must exceed this. The interval covers the steps of one process per
+report, and processes of one program already differ by a few hundredths; a choice.
 """
 TIMES = {"compute-bound", "copy-bound", "loop-overhead", "waits-for-data"}
-"""Rules that say what most of the time goes into, which is compared by itself."""
+"""Rules about where most of the time goes, which is compared directly."""
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print what got slower or is new from one report to another.
+    """Print what is slower or new in the second of two reports.
 
     Args:
-        before: ``doctor.json``, or the folder that has it.
-        after: The same of the later run.
+        before: ``doctor.json``, or the folder that contains it.
+        after: The same for the later run.
 
     Returns:
-        1 if something did, else 0.
+        1 if anything is slower or new, else 0.
 
     Raises:
-        TurboError: If one of them is not a report of this version.
+        TurboError: If a file is not a report of this version.
     """
     old, new = _read(before), _read(after)
     ratio, grown = _ratio(old["steps"], new["steps"]), _grown(old, new)
@@ -68,8 +68,8 @@ def _finding(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ratio(old: list[float], new: list[float]) -> tuple[str, float]:
-    """Return how the logarithms of the steps compare, in words, and the low end of the interval of the factor."""
-    # Without steps of the earlier report the interval would be that of the later one alone.
+    """Return in words how the logarithms of the steps compare, and the lower end of the factor's interval."""
+    # Without steps in the earlier report, the interval would describe the later one alone.
     interval = interval_of(new, old) if old else None
     if interval is None:
         return "too few steps were timed to tell times apart", 0.0
@@ -78,7 +78,7 @@ def _ratio(old: list[float], new: list[float]) -> tuple[str, float]:
 
 
 def _grown(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return which phase grew most, in words."""
+    """Return in words which phase grew most."""
     before, now = old["phases"], new["phases"]
     grown = max(now, key=lambda name: now[name] - before.get(name, 0.0), default=None)
     if grown is None:
@@ -87,11 +87,11 @@ def _grown(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def _new_findings(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    """Return what the later report says more often, or only it; lines may have moved, so that places do not count."""
+    """Return the findings that are new or more frequent; places are ignored, because lines may have moved."""
     excuses = [(each["rule"], each["grade"]) for each in old["findings"] for _ in range(each["count"])]
     for each in new["findings"]:
         for _ in range(each["count"]):
-            # Each earlier finding of the rule excuses one later one, of its own level or a milder one.
+            # Each earlier finding of a rule excuses one later finding of the same level or a milder one.
             known = [key for key in excuses if key[0] == each["rule"] and key[1] <= each["grade"]]
             if known:
                 excuses.remove(known[-1])

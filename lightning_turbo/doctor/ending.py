@@ -1,4 +1,4 @@
-"""``end_program``: ends the script that is examined or measured, and with it this process, without its handlers."""
+"""``end_program``: ends the examined or measured script and its process, without the script's handlers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["end_program", "ended_by"]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A program that runs: what is called before it is ended, and what is taken out of the process then."""
+    """A running program: what to call before it is ended, and what to remove from the process."""
 
     at_end: Callable[[int], int]
     put_in: ExitStack
 
 
-_runs: list[_Run] = []  # the one under way, if there is one
+_runs: list[_Run] = []  # the current run, if any
 
 
 @contextmanager
 def ended_by(at_end: Callable[[int], int], put_in: ExitStack) -> Iterator[None]:
-    """Within the block, ``end_program`` calls a function and closes a stack before it ends the process."""
+    """Inside the block, ``end_program`` calls a function and closes a stack before it ends the process."""
     _runs.append(_Run(at_end, put_in))
     try:
         yield
@@ -35,20 +35,20 @@ def ended_by(at_end: Callable[[int], int], put_in: ExitStack) -> Iterator[None]:
 
 
 def end_program(status: int = 0) -> NoReturn:
-    """End the program that ``run_program`` runs, and with it this process, without the program's handlers.
+    """End the program run by ``run_program``, and this process, without running the program's handlers.
 
-    Of the program, which was trained for some steps only, nothing runs any more: see ``measure.end_process``. Outside
-    of ``run_program`` this is ``end_process``.
+    The program has trained for a few steps only, so none of its code runs any more; see ``measure.end_process``.
+    Outside ``run_program`` this is ``end_process``.
 
     Args:
-        status: The exit status of the process, unless the ``at_end`` of the run returns another one.
+        status: The exit status of the process, unless the run's ``at_end`` returns another one.
     """
     try:
         for run in _runs[-1:]:
             status = run.at_end(status)
             run.put_in.close()
     except BaseException:
-        # An error must not go on into the program, whose handlers would run.
+        # An error must not reach the program, whose handlers would run.
         traceback.print_exc()
         status = status or 1
     end_process(status)

@@ -1,4 +1,4 @@
-"""What is installed and what the machine has, without importing Lightning: ok, or what to do."""
+"""Checks what is installed and what the machine has, without importing Lightning, and says what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Line", "as_json", "as_text", "check", "failed"]
 MALICIOUS = {("lightning", "2.6.2"), ("lightning", "2.6.3")}
 ADVISORY = "GHSA-w37p-236h-pfx3"
 LITTLE_SHARED_MEMORY = 2**30
-"""Docker gives 64 MiB, which a few batches fill; 1 GiB is a choice, not a measurement."""
+"""Docker's default is 64 MiB, which a few batches fill; 1 GiB is a choice, not a measurement."""
 
 _APEX = {
     "absent": "absent; ApexAMP has O0-O3 of its own",
@@ -34,7 +34,7 @@ _APEX = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is said about one part, and what to do if it is not ok."""
+    """The result of one check, and what to do if it is not ok."""
 
     name: str
     status: str  # "ok", "note" or "fault"
@@ -43,10 +43,10 @@ class Line:
 
 
 def check() -> list[Line]:
-    """Look at this machine and say of each part whether it is ok, or what is wrong and what to do.
+    """Check this machine. Each line is ok, or says what is wrong and what to do.
 
     Note:
-        Runs ``nvidia-smi`` if it exists; no CUDA context is made, and Lightning is not imported.
+        Runs ``nvidia-smi`` if it exists; creates no CUDA context and does not import Lightning.
     """
     gpus = _ask_driver()
     dali = installed_version("nvidia-dali-cuda130") or installed_version("nvidia-dali-cuda120")
@@ -62,7 +62,7 @@ def check() -> list[Line]:
 
 
 def failed(lines: Sequence[Line]) -> bool:
-    """Return whether one of the lines reports a real fault."""
+    """Return whether a line reports a fault."""
     return any(line.status == "fault" for line in lines)
 
 
@@ -87,7 +87,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _line(name: str, what: str, *problems: tuple[object, str, str]) -> Line:
-    """Return a line that is ok unless one of the problems (condition, status, remedy) holds; the first one counts."""
+    """Return a line with the first problem (condition, status, remedy) whose condition holds, otherwise an ok line."""
     found = next((problem[1:] for problem in problems if problem[0]), ("ok", ""))
     return Line(name, found[0], what, found[1])
 
@@ -127,19 +127,19 @@ def _installed_lightnings() -> list[str]:
 
 
 def apex_line(kind: str) -> Line:
-    """Return the line about apex, ``kind`` of which is what ``find_apex`` returns."""
+    """Return the line about apex; ``kind`` is a result of ``find_apex``."""
     remedy = "pip uninstall apex; ApexAMP needs none, and NVIDIA's is built from its repository"
     return _line("apex", _APEX[kind], (kind == "stranger", "fault", remedy))
 
 
 def shared_memory_line(size: int) -> Line:
-    """Return the line about the shared memory, ``size`` in bytes."""
+    """Return the line about shared memory of ``size`` bytes."""
     remedy = "loader workers pass batches through it and die when it is full: docker run --shm-size=8g"
     return _line("/dev/shm", f"{size / 2**20:.0f} MiB", (size < LITTLE_SHARED_MEMORY, "note", remedy))
 
 
 def _ask_driver() -> list[str]:
-    """Return the GPUs that the driver knows; none where nvidia-smi is absent or fails."""
+    """Return the GPUs that the driver reports; none if nvidia-smi is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
@@ -148,7 +148,7 @@ def _ask_driver() -> list[str]:
 
 
 def find_apex() -> str:
-    """Return which apex is installed without importing it: "absent", "amp", "no amp" or "stranger"."""
+    """Return which apex is installed, without importing it: "absent", "amp", "no amp" or "stranger"."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "absent"

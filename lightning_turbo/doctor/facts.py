@@ -1,4 +1,4 @@
-"""What the doctor measured, as plain values: the only input of the rules."""
+"""The measurements of the doctor as plain values; the only input of the rules."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = [
 ]  # fmt: skip
 
 WAITING = 0.10
-"""Share of the step from which waiting for data bounds it; a choice, not a measurement."""
+"""Waiting for data bounds a step from this share on; a choice, not a measurement."""
 NOTICEABLE = 5e-3
-"""Seconds of a step that are worth a warning; a choice as well."""
+"""Seconds per step that justify a warning; a choice as well."""
 SHORT = 2.5e-3
-"""Seconds of a step below which Lightning's own work is in every phase of it; a choice as well."""
+"""In a step shorter than this, in seconds, Lightning's own work shows in every phase; a choice as well."""
 FEW = 5
-"""Timed steps below which no time of a step is a basis for a warning."""
+"""With fewer timed steps, no step time justifies a warning."""
 BOUNDS = {
     "compute": ("forward", "backward", "optimizer"),
     "copy": ("copy",),
     "loop": ("hooks", "logging"),
 }
-"""What may bound a step that does not wait for data, and the phases that add up to it."""
+"""What may bound a step that does not wait for data, and the phases that make it up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """A line of the user's own code."""
+    """A line of the user's code."""
 
     file: str
     line: int
@@ -41,15 +41,15 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Something that the watched steps did at one line; counts and seconds are of all watched steps together."""
+    """An event at one line during the watched steps; counts and seconds are totals over these steps."""
 
     kind: str  # "sync", "moved", "log", ...
     name: str  # as the user would write it, for example ".item()"
     site: Site | None
     count: int
-    steps: int  # in how many of the watched steps
-    seconds: float = 0.0  # of the host
-    within: str = ""  # the library, such as "torchmetrics", that does it when the user's line calls it
+    steps: int  # number of watched steps in which it occurred
+    seconds: float = 0.0  # on the host
+    within: str = ""  # the library called by the user's line that does it, such as "torchmetrics"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +58,12 @@ class Part:
 
     name: str
     site: Site | None = None
-    growing: bool = False  # of an attribute that holds graphs: whether it holds more after each step
+    growing: bool = False  # whether an attribute holds more graph nodes after each step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loader:
-    """A loader's settings; of several loaders, or one that does not tell, nothing is known."""
+    """A loader's settings; empty for several loaders or for one that exposes none."""
 
     type: str = ""
     standard: bool = False  # whether it is a torch.utils.data.DataLoader
@@ -72,40 +72,40 @@ class Loader:
     pin_memory: bool = False
     persistent_workers: bool = False
     sampler: str = ""
-    whole_read: Site | None = None  # a line of the dataset's file that reads a whole file
-    sharded: bool | None = None  # whether each rank sees its own part of the data; None if that is not known
+    whole_read: Site | None = None  # the line of the dataset that reads a whole file
+    sharded: bool | None = None  # whether each rank sees its own part of the data; None if unknown
     iterable_dataset: bool = False
-    draws: str = ""  # what loading in this process was seen to draw random numbers from, as a clause
-    copied_generators: tuple[str, ...] = ()  # of the dataset, which give every worker the same numbers
+    draws: str = ""  # what loading in this process draws random numbers from, as a clause
+    copied_generators: tuple[str, ...] = ()  # generators of the dataset with the same state in every worker
     site: Site | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerFacts:
-    """One optimizer's settings."""
+    """The settings of one optimizer."""
 
     name: str
-    one_by_one: bool = False  # whether foreach=False, and not fused
-    can_fuse: bool = False  # whether it could be fused, and is not
-    groups: int = 1  # of parameters
-    kinds: int = 1  # of groups, by their settings
+    one_by_one: bool = False  # whether it has foreach=False and is not fused
+    can_fuse: bool = False  # whether it could be fused but is not
+    groups: int = 1  # number of parameter groups
+    kinds: int = 1  # number of groups with distinct settings
     site: Site | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerFacts:
-    """One learning-rate scheduler's settings."""
+    """The settings of one learning rate scheduler."""
 
     name: str
     interval: str = "epoch"
-    length: int = 0  # steps to ``aim``, 0 if it has none
+    length: int = 0  # steps until ``aim``, 0 if there is none
     aim: str = ""  # "its end" or "its first cycle"
     site: Site | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What the machine and the Trainer are set to."""
+    """The settings of the machine and the Trainer."""
 
     device: str = "cpu"
     capability: tuple[int, int] = (0, 0)  # of the CUDA device
@@ -114,111 +114,111 @@ class RunSettings:
     precision: str = "32-true"
     strategy: str = ""  # the class of the Trainer's strategy
     world_size: int = 1
-    local_ranks: int = 1  # of them, those on this machine
+    local_ranks: int = 1  # number of ranks on this machine
     gives_sampler: bool = True  # whether the Trainer may give loaders its DistributedSampler
     automatic: bool = True  # whether Lightning runs the optimization
-    epochs: float = math.inf  # that the run may last
-    batches: float = math.inf  # of an epoch, infinite if unknown
-    ends_epoch: bool = True  # whether its steps suffice for an epoch
+    epochs: float = math.inf  # largest number of epochs
+    batches: float = math.inf  # per epoch, infinite if unknown
+    ends_epoch: bool = True  # whether max_steps allows a full epoch
     accumulate: int = 1
     exact_windows: bool = False  # whether a callback divides a last, shorter window by its own length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What the watched steps did."""
+    """What was seen in the watched steps."""
 
-    watched: int = 0  # how many there were
+    watched: int = 0  # number of watched steps
     calls: tuple[Call, ...] = ()
     retained: tuple[Part, ...] = ()  # attributes that hold tensors with their graph after the step
     anomaly: bool = False  # whether autograd's anomaly detection is on
     anomaly_site: Site | None = None  # the line that switches it on
-    biases: tuple[Part, ...] = ()  # layers whose bias a norm takes away
+    biases: tuple[Part, ...] = ()  # layers whose bias a norm cancels
     graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
     recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rank:
-    """How long one rank of several took: a comparison of ranks says where it waited for others."""
+    """The times of one of several ranks; comparing ranks shows where one waited for others."""
 
-    steps: tuple[dict[str, float], ...] = ()  # seconds of each timed step in each phase; "loop" is what has no hook
-    outside: dict[str, float] = field(default_factory=dict)  # seconds before and between the steps, in their order
-    hook: str = ""  # the one that takes longest
-    sites: dict[str, Site | None] = field(default_factory=dict)  # of the phases and the parts outside
+    steps: tuple[dict[str, float], ...] = ()  # seconds per phase of each timed step; "loop" is time outside hooks
+    outside: dict[str, float] = field(default_factory=dict)  # seconds before and between the steps, in order
+    hook: str = ""  # the slowest hook
+    sites: dict[str, Site | None] = field(default_factory=dict)  # of phases and of parts outside steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartTime:
-    """What one part of a fit takes, in seconds."""
+    """The time of one part of a fit, in seconds."""
 
     name: str  # a key of ``clock.PARTS``
-    once: float = 0.0  # in the whole fit
-    each: float = 0.0  # in each epoch, beside that
-    watched: float = 0.0  # as far as it was watched
+    once: float = 0.0  # once per fit
+    each: float = 0.0  # per epoch, in addition
+    watched: float = 0.0  # as far as it was measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookTime:
-    """What one hook takes in each epoch, in seconds."""
+    """The time of one hook per epoch, in seconds."""
 
-    name: str  # as Lightning's profiler has it, such as "[Callback]Average.on_train_batch_end"
+    name: str  # from Lightning's profiler, e.g. "[Callback]Average.on_train_batch_end"
     seconds: float
-    in_steps: bool = False  # in each step, or at the borders of an epoch
+    in_steps: bool = False  # whether it runs in steps, not at the border of epochs
     site: Site | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitFacts:
-    """Where the time of the whole fit goes, projected from what was watched."""
+    """Where the time of the whole fit goes, projected from what was measured."""
 
-    parts: tuple[PartTime, ...] = ()  # empty if no epoch began
-    epochs: float = math.inf  # that the fit may last
-    batches: float = 0  # of an epoch
-    validations: float = 0.0  # an epoch
-    validated: float = 0.0  # batches of a validation
+    parts: tuple[PartTime, ...] = ()  # empty if no epoch has begun
+    epochs: float = math.inf  # largest number of epochs
+    batches: float = 0  # per epoch
+    validations: float = 0.0  # per epoch
+    validated: float = 0.0  # batches per validation
     watched_epochs: int = 0
     watched_steps: int = 0
     watched_validated: int = 0
-    has_border: bool = False  # whether the first batch of a second epoch was watched
-    saves: float = 0.0  # checkpoints an epoch
-    hooks: tuple[HookTime, ...] = ()  # the slowest first
+    has_border: bool = False  # whether the first batch of a second epoch was seen
+    saves: float = 0.0  # checkpoints per epoch
+    hooks: tuple[HookTime, ...] = ()  # slowest first
 
     def each(self, *names: str) -> float:
-        """Return the seconds of some parts in each epoch; of all parts without names."""
+        """Return the seconds of some parts per epoch; without names, of all parts."""
         return sum(part.each for part in self.parts if part.name in names or not names)
 
     @property
     def whole(self) -> float:
-        """Seconds of the whole fit; infinite if its epochs are not known."""
+        """Seconds of the whole fit; infinite if the number of epochs is unknown."""
         once = sum(part.once for part in self.parts)
         return once + self.each() * self.epochs if self.parts else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Everything that the rules may look at; times in seconds, sizes in bytes."""
+    """Everything that the rules may use; times in seconds, sizes in bytes."""
 
     run: RunSettings = RunSettings()
     seen: Seen = Seen()
-    timed: int = 0  # steps
+    timed: int = 0  # number of timed steps
     steps: tuple[float, ...] = ()  # seconds of each timed step
     phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
     typical: dict[str, float] = field(default_factory=dict)  # median seconds of a timed step in each phase
-    longest_hook: str = ""  # the action of the phases "hooks" and "logging" that takes most of the time
+    longest_hook: str = ""  # the slowest action in the phases "hooks" and "logging"
     loader: Loader = Loader()
     validation_loader: Loader = Loader()
     fit: FitFacts = FitFacts()
     training_step: Site | None = None
     validation_step: Site | None = None
-    read: float = 0.0  # bytes that loading reads, a timed step; 0 where it is not counted
-    batch: int = 0  # bytes of a batch's tensors
-    objects: int = 0  # tensors of a batch, each of which crosses from a worker process by itself
+    read: float = 0.0  # bytes that loading reads per timed step; 0 if not counted
+    batch: int = 0  # bytes of the tensors of a batch
+    objects: int = 0  # number of tensors in a batch; each is passed from a worker separately
     wide: tuple[str, ...] = ()  # tensors of the batch in double precision
-    convolutions: bool = False  # whether a weight has four or five dimensions and is not in channels-last format
+    convolutions: bool = False  # whether a 4D or 5D weight is not in channels-last format
     optimizers: tuple[OptimizerFacts, ...] = ()
     schedulers: tuple[SchedulerFacts, ...] = ()
-    ranks: tuple[Rank, ...] = ()  # of a run with several, all of them
+    ranks: tuple[Rank, ...] = ()  # all ranks of a run with several
     notes: tuple[str, ...] = ()  # what could not be watched, and why
 
     @property
@@ -228,25 +228,25 @@ class Facts:
 
     @property
     def step(self) -> float:
-        """Mean seconds of a whole timed step: the one total that every report gives."""
+        """Mean seconds of a whole timed step: the total that every report states."""
         return sum(self.phases.values())
 
     def typical_in(self, phases: Iterable[str]) -> float:
-        """Return the seconds of most steps in some phases: what another program adds to one step is left out."""
+        """Return the median seconds of some phases, which ignores what other programs add to single steps."""
         return sum(self.typical.get(phase, self.phases.get(phase, 0.0)) for phase in phases)
 
     def seconds_in(self, phases: Iterable[str]) -> float:
-        """Return the seconds of the mean step in some phases."""
+        """Return the mean seconds per step of some phases."""
         return sum(self.phases.get(phase, 0.0) for phase in phases)
 
     @property
     def waiting(self) -> float:
-        """Share of the step, 0 to 1, that it waits for data."""
+        """Share of the step, 0 to 1, spent waiting for data."""
         return self.seconds_in(["data"]) / (self.step or 1.0)
 
     @property
     def waits(self) -> float:
-        """Seconds of a watched step in which it waits without computing, beside those for its data."""
+        """Seconds per watched step spent waiting without computing, except for data."""
         return sum(each.seconds for each in self.seen.calls if each.kind == "wait") / max(self.seen.watched, 1)
 
     @property
@@ -269,7 +269,7 @@ class Facts:
 
 
 def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:
-    """Raise what ``Doctor`` promises for counts of steps that are not integers, or too small."""
+    """Raise the errors of ``Doctor`` for counts of steps that are not integers or too small."""
     for name, value, least in (("warmup", warmup, 1), ("timed", timed, 1), ("watched", watched, 2)):
         expect(is_whole(value, -sys.maxsize), name, value, "a number of steps", TypeError)
         fits = value >= least or (name, value) == ("watched", 0)

@@ -1,4 +1,4 @@
-"""Where the time of a whole fit goes: what was seen of it, and what it comes to for the epochs that it will run."""
+"""Where the time of a whole fit goes: what was measured, projected to the epochs that it will run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["FitTiming", "Length", "Projection", "fit_length"]
 
 ONCE = ("set-up", "sanity check")
 OF_VALIDATION = ("validation start", "metrics")
-"""Parts of which each validation has one."""
+"""Parts that occur once per validation."""
 SHORTEST = 1e-3
-"""Seconds of an epoch below which a hook is not worth its name."""
+"""Hooks that take fewer seconds per epoch are not named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long the script lets a fit be; ``math.inf`` where nothing tells.
+    """How long the script lets a fit be; ``math.inf`` if unknown.
 
     Attributes:
-        epochs: Epochs of the fit.
-        batches: Batches of an epoch.
-        validations: Validations an epoch; below 1 where not every epoch has one.
-        validated: Batches of a validation.
+        epochs: Number of epochs.
+        batches: Batches per epoch.
+        validations: Validations per epoch; below 1 if not every epoch has one.
+        validated: Batches per validation.
     """
 
     epochs: float = math.inf
@@ -39,11 +39,11 @@ class Length:
 
 
 def fit_length(trainer: Any, epochs: float) -> Length:
-    """Return how long a Trainer, which is about to train, will fit; ``epochs`` are as counted from its settings."""
+    """Return how long a Trainer that is about to train will fit; ``epochs`` is counted from its settings."""
     batches, every = trainer.num_training_batches, trainer.check_val_every_n_epoch
     limits = trainer.num_val_batches if trainer.enable_validation else []
     between = trainer.val_check_batch
-    # None is a validation by the time on the clock; infinity one at the end of an epoch of unknown length.
+    # None means validation by wall-clock time, infinity one at the end of an epoch of unknown length.
     validations = batches / between if between and batches < math.inf and between < math.inf else 1.0
     if every is not None:
         validations = max(1.0, math.floor(validations)) / every
@@ -54,43 +54,43 @@ def fit_length(trainer: Any, epochs: float) -> Length:
 class FitTiming(Listener):
     """Sums up the seconds of a fit by epoch, part and action.
 
-    Who starts it: the clock, when fit begins. What ends it: the clock, which stops telling. What always holds: each
-    moment since the begin is counted once, to the part that was under way.
+    The clock notifies it from the beginning of fit until the clock stops. Every moment in between is counted once, for
+    the part that is running.
     """
 
     def __init__(self) -> None:
-        self.seconds: list[dict[tuple[str, str], float]] = [{}]  # before the first epoch, and of each
+        self.seconds: list[dict[tuple[str, str], float]] = [{}]  # one before the first epoch, then one per epoch
         self._last = 0.0
         self._moment = Moment("set-up", "hooks")
 
     def begin_fit(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._last = time.perf_counter()
 
     def enter(self, moment: Moment, before: str | None) -> None:
-        """Count what ran until now."""
+        """Count the time since the last event."""
         now = time.perf_counter()
         key = (before, "") if before else (self._moment.part, self._moment.action)
         self.seconds[-1][key] = self.seconds[-1].get(key, 0.0) + now - self._last
         self._last, self._moment = now, moment
 
     def begin_epoch(self) -> None:
-        """Count what follows to the next epoch."""
+        """Count the following time for the next epoch."""
         self.enter(self._moment, None)
         self.seconds.append({})
 
     def part(self, epoch: int, *parts: str) -> float:
-        """Return the seconds of some parts in an epoch, from 1; 0 is what came before the first one."""
+        """Return the seconds of some parts in an epoch, from 1; 0 is the time before the first one."""
         if epoch >= len(self.seconds):
             return 0.0
         return sum(seconds for (part, _), seconds in self.seconds[epoch].items() if part in parts)
 
     def watched(self, part: str) -> float:
-        """Return all seconds of a part."""
+        """Return the total seconds of a part."""
         return sum(self.part(epoch, part) for epoch in range(len(self.seconds)))
 
     def actions(self, *parts: str) -> dict[str, float]:
-        """Return the seconds of each action of some parts in all epochs together."""
+        """Return the total seconds of each action in some parts, over all epochs."""
         sums: dict[str, float] = {}
         for (part, action), seconds in chain.from_iterable(each.items() for each in self.seconds[1:]):
             if part in parts and action:
@@ -100,14 +100,14 @@ class FitTiming(Listener):
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What the parts of a fit come to, from what was watched of it.
+    """Projects the parts of a fit from what was measured of it.
 
     Attributes:
-        timing: What was heard.
-        counts: Of each epoch that was watched, as far as it was; at least one.
+        timing: The measured times.
+        counts: The counts of each epoch that was seen, even partly; at least one.
         length: How long the fit will be.
         step: Seconds of the mean timed step; 0 if none was timed.
-        starts_again: Whether each epoch starts its worker processes again.
+        starts_again: Whether each epoch restarts its worker processes.
     """
 
     timing: FitTiming
@@ -123,30 +123,30 @@ class Projection:
 
     @property
     def batches(self) -> float:
-        """Batches of an epoch, as far as they are known."""
+        """Batches per epoch, as far as known."""
         return self.length.batches if self.length.batches < math.inf else self.counts[0].steps
 
     @property
     def ended(self) -> int:
-        """Epochs that were watched to their end; one, where the look has ended within its first."""
+        """Number of epochs whose end was seen; at least one."""
         return max(sum(count.ended for count in self.counts), 1)
 
     @property
     def saves(self) -> float:
-        """Checkpoints of an epoch: those in steps come again with more steps, the others once an epoch."""
+        """Checkpoints per epoch: those inside steps scale with the steps, the others occur once per epoch."""
         steps, in_steps = self.count("steps"), self.count("saves_in_steps")
         return in_steps * self.batches / max(steps, 1) + (self.count("saves") - in_steps) / self.ended
 
     def count(self, name: str) -> int:
-        """Return a count of all epochs together."""
+        """Return a count summed over all epochs."""
         return sum(getattr(each, name) for each in self.counts)
 
     def in_epochs(self, part: str) -> float:
-        """Return the seconds of a part in all epochs together."""
+        """Return the seconds of a part summed over all epochs."""
         return sum(self.timing.part(epoch, part) for epoch in range(1, len(self.counts) + 1))
 
     def start(self, part: str) -> float:
-        """Return what each epoch's begin costs: the second one tells; the first one, what the first does."""
+        """Return the cost of starting an epoch, from the second epoch if it was seen, otherwise from the first."""
         if self.has_border:
             return self.timing.part(2, part)
         if part == "start" and not self.starts_again:
@@ -154,7 +154,7 @@ class Projection:
         return self.timing.part(0, part) + self.timing.part(1, part)
 
     def each(self, part: str) -> float:
-        """Return the seconds of a part in each epoch."""
+        """Return the seconds of a part per epoch."""
         if part in ONCE:
             return 0.0
         if part in ("start", "first batch"):
@@ -172,7 +172,7 @@ class Projection:
         return self.in_epochs(part) / self.ended
 
     def once(self, part: str) -> float:
-        """Return the seconds of a part that the whole fit has once."""
+        """Return the seconds of a part that occur once per fit."""
         if part in ONCE:
             return self.timing.part(0, part)
         if part == "start":
@@ -180,10 +180,10 @@ class Projection:
         return 0.0
 
     def hooks(self, in_steps: dict[str, float], find_site: Callable[[str], Site | None]) -> tuple[HookTime, ...]:
-        """Return what single hooks take in each epoch, the slowest first.
+        """Return the time of single hooks per epoch, slowest first.
 
         Args:
-            in_steps: Seconds of the mean step in each hook.
+            in_steps: Seconds per mean step of each hook.
             find_site: Returns the line of a hook.
         """
         found = [(action, seconds * self.batches, True) for action, seconds in in_steps.items()]
@@ -197,7 +197,7 @@ class Projection:
         )
 
     def facts(self, in_steps: dict[str, float], find_site: Callable[[str], Site | None]) -> FitFacts:
-        """Return all of it."""
+        """Return the whole projection."""
         parts = [
             PartTime(name=part, once=self.once(part), each=self.each(part), watched=self.timing.watched(part))
             for part in PARTS

@@ -1,4 +1,4 @@
-"""No error of the Doctor's own ends a run that it watches."""
+"""Ensures that no error of the Doctor itself ends a run that it watches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import Any
 __all__ = ["Guard", "describe_error", "say"]
 
 RAISES = False
-"""Whether errors of the Doctor's own are raised: the tests of this project set it, to see them."""
+"""Whether errors of the Doctor itself are raised; the tests of this project set it, to see them."""
 
 
 class Guard:
     """Keeps errors of the Doctor's own work away from the run.
 
-    Who starts it: the ``Doctor``, which keeps it. What ends it: the first error, which is said in one line; then the
-    Doctor is taken away from the run, and no work is done any more. What always holds: nothing that it runs raises an
-    ``Exception`` into the run. ``SystemExit`` and Ctrl-C pass.
+    The ``Doctor`` owns it. The first error is reported in one line; then the Doctor is removed from the run and does no
+    more work. No ``Exception`` in guarded work reaches the run; ``SystemExit`` and Ctrl-C pass through.
 
     Args:
-        give_up: Takes the Doctor away from the run, after an error.
+        give_up: Removes the Doctor from the run, after an error.
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
@@ -32,17 +31,17 @@ class Guard:
         self._gave_up = False
 
     def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``work`` returns; ``None`` after an error, of this call or of an earlier one."""
+        """Return the result of ``work``, or ``None`` after an error in this call or an earlier one."""
         result = self.note(work, *args)
         if self.failed and not self._gave_up:
             self._gave_up = True
-            # What was not begun cannot be taken away, and that is no error of the run's either.
+            # Parts that never started cannot be removed; that must not become an error of the run either.
             with contextlib.suppress(Exception):
                 self._give_up()
         return result
 
     def note(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do the same within a call of the user's, such as one of torch: the Doctor leaves at the next ``run``."""
+        """Do the same inside a call of the user's, such as a torch function: the Doctor leaves at the next ``run``."""
         if self.failed:
             return None
         try:
@@ -56,15 +55,15 @@ class Guard:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error and its place in one line."""
+    """Return an error and its location in one line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{words} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
 def say(text: str) -> None:
-    """Write a text to the standard output, whatever letters that takes; a closed one takes none."""
+    """Write text to standard output, whatever characters its encoding has; ignore a closed one."""
     with contextlib.suppress(OSError, ValueError):
-        # An object in its place may have no encoding.
+        # A replacement of sys.stdout may have no encoding.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         sys.stdout.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))

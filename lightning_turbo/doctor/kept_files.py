@@ -1,4 +1,4 @@
-"""Files that a program writes at a moment that it would not have come to: put back as they were."""
+"""Restores files that a program writes at a point that it would normally not have reached."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_TRUNC | os.O_CREAT
 class KeptFiles:
     """Keeps a copy of each file that Python code or ``torch.save`` is about to write, replace or remove.
 
-    Who starts it: ``ShortEpochs``, behind the last step that was watched, as the hooks at the end of an epoch that was
-    cut short would save what it came to. What ends it: ``put_back``. What always holds: until then each file that was
-    touched has a copy from before, or is known to be new. An audit hook of Python, which lasts as long as the process,
-    tells of the files, and does nothing afterwards.
+    ``ShortEpochs`` starts it after the last watched step, because the hooks at the end of a shortened epoch would save
+    their results; ``put_back`` ends it. Until then, every file that is touched either has a copy or is known to be new.
+    A Python audit hook reports the files; it cannot be removed, but does nothing afterwards.
 
     Note:
-        Files that libraries write by themselves, in C or in another process, are not seen.
+        Files that libraries write themselves, in C or in another process, are not seen.
     """
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="lightning-turbo-kept-")
-        self._copies: dict[str, str | None] = {}  # of files and folders; None of one that was not there
-        self._is_busy = False  # whether this object itself is at a file
+        self._copies: dict[str, str | None] = {}  # copies of files and folders; None if there was none
+        self._is_busy = False  # whether this object itself is accessing a file
         self._save: ReplacedMethod | None = None
 
     def begin(self) -> None:
-        """Begin to keep files."""
+        """Start keeping files."""
         self._save = ReplacedMethod(torch, "save", self._on_save)
         sys.addaudithook(self._hear)
 
     def put_back(self) -> None:
-        """Put all files back as they were, and remove those that were not there."""
+        """Restore all files, and remove those that did not exist before."""
         self._is_busy = True
         if self._save is not None:
             self._save.put_back()
         for path, copy in self._copies.items():
-            # One file that cannot be put back is no reason to leave the others.
+            # If one file cannot be restored, the others still are.
             with contextlib.suppress(OSError):
                 _remove(path)
                 if copy is not None:
@@ -57,7 +56,7 @@ class KeptFiles:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _on_save(self, save: Callable[..., Any], obj: Any, f: Any, *given: Any, **more: Any) -> Any:
-        # It opens the file in C++, of which no audit hook hears.
+        # torch.save opens the file in C++, which audit hooks do not see.
         if isinstance(f, (str, os.PathLike)):
             self._keep(f)
         return save(obj, f, *given, **more)
@@ -94,7 +93,7 @@ class KeptFiles:
                 shutil.copy2(name, copy, follow_symlinks=False)
             self._copies[name] = copy if there else None
         except OSError:
-            pass  # what cannot be read cannot be lost by reading it: the program has its own error, if there is one
+            pass  # unreadable: the program will get its own error, if any
         finally:
             self._is_busy = False
 

@@ -1,4 +1,4 @@
-"""What a loader is set to, and what it draws from: the one place where a loader is looked at."""
+"""Examines loaders: their settings, and what they draw random numbers from."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ READS = (
     r"\b(np|numpy)\.load\((?!.*mmap_mode)|\bReadImage\(|\btorch\.load\((?!.*mmap=True)"
     r"|\.get_fdata\(|\basarray\([^)]*\.dataobj\b(?!\[)"
 )
-"""How a line has a whole file read, by NumPy, SimpleITK, torch and nibabel."""
+"""Code that reads a whole file with NumPy, SimpleITK, torch or nibabel."""
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 
 
 def describe_loader(loader: Any, sources: Sources | None = None, site: Site | None = None, draws: str = "") -> Loader:
-    """Return what is known of a loader; nothing of ``None`` and of several.
+    """Return the facts about a loader; none for ``None`` and for several loaders.
 
     Args:
         loader: The loader.
         sources: Finds the lines of its dataset; ``None`` finds none.
-        site: The line that makes it.
+        site: The line that creates it.
         draws: What loading was seen to draw from, as a clause.
     """
     if loader is None or isinstance(loader, (list, tuple, dict)):
@@ -55,20 +55,20 @@ def describe_loader(loader: Any, sources: Sources | None = None, site: Site | No
 
 
 def inner_loader(loader: Any) -> Any:
-    """Return the DataLoader that a loader of another kind wraps, else the loader itself."""
-    # A wrapper names its loader as it likes, so that all its attributes are looked at.
+    """Return the DataLoader inside a wrapper, otherwise the loader itself."""
+    # A wrapper may use any attribute name, so all attributes are searched.
     held = (loader, *getattr(loader, "__dict__", {}).values())
     return next((each for each in held if isinstance(each, DataLoader)), loader)
 
 
 class Draws(Listener):
-    """Looks whether loading draws random numbers in this process, which keeps a loader from loading in a thread.
+    """Checks whether loading draws random numbers in this process, which prevents loading in a thread.
 
-    Who starts it: the clock, with the last step that is not timed. What ends it: the batch of that step. What always
-    holds: it looks at one batch that is not the first one of the fit, as ``PrefetchLoader`` does by the same watch.
+    It starts with the last step that is not timed and ends with the batch of that step. It examines one batch that is
+    not the first one of the fit, with the same ``GeneratorWatch`` as ``PrefetchLoader``.
 
     Args:
-        plan: The steps, of which those that are timed are left alone.
+        plan: The plan; timed steps are left alone.
         trainer: The Trainer.
     """
 
@@ -79,7 +79,7 @@ class Draws(Listener):
         self._watch: GeneratorWatch | None = None
 
     def begin_step(self, step: int) -> None:
-        """Look from here, if this is the step."""
+        """Start watching, if this is the step."""
         loader = self._trainer.train_dataloader
         if step != self.step or step < 1 or not isinstance(loader, DataLoader) or loader.num_workers:
             return
@@ -90,23 +90,23 @@ class Draws(Listener):
             self._watch.__enter__()
 
     def fetched(self, step: int) -> None:
-        """Look to here."""
+        """Stop watching."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__()
             self.drew = watch.found
 
     def end_step(self, step: int) -> None:
-        """Look no more; ``fetched`` was not called where ``training_step`` fetches."""
+        """Stop watching if ``fetched`` was not called, because ``training_step`` fetches batches itself."""
         self.fetched(step)
 
     def drop_step(self, step: int) -> None:
-        """Look no more."""
+        """Stop watching."""
         self.fetched(step)
 
 
 def _innermost(dataset: Any) -> Any:
-    """Return the dataset below subsets and seeds."""
+    """Return the dataset inside subsets and seeded datasets."""
     while isinstance(dataset, (Subset, SeededDataset)):
         dataset = dataset._seeded_dataset if isinstance(dataset, SeededDataset) else dataset.dataset
     return dataset
@@ -124,9 +124,9 @@ def _standard_facts(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _copied_generators(loader: DataLoader[Any]) -> tuple[str, ...]:
-    """Return the generators of a dataset and its transforms that each worker gets in the same state.
+    """Return the generators of a dataset and its transforms that every worker gets in the same state.
 
-    A ``worker_init_fn`` may seed them, and in a dataset with sample seeds the samples do.
+    A ``worker_init_fn`` may seed them, and with sample seeds the samples do.
     """
     dataset: Any = loader.dataset
     if loader.num_workers < 2 or loader.worker_init_fn is not None or isinstance(dataset, SeededDataset):
@@ -142,12 +142,12 @@ def _copied_generators(loader: DataLoader[Any]) -> tuple[str, ...]:
 
 
 def _sharded(loader: Any) -> bool | None:
-    """Return whether a loader gives each rank its own part; only torch's own samplers tell."""
+    """Return whether a loader gives each rank its own part of the data; only torch's own samplers tell."""
     batches = getattr(loader, "batch_sampler", None)
     found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     samplers = {type(each) for each in found} - {type(None)}
     if any(issubclass(each, DistributedSampler) for each in samplers):
         return True
-    # A sampler of somebody else's may split the data or not: nothing is said about it.
+    # A custom sampler may or may not split the data, so nothing is known about it.
     names = " ".join({each.__module__.rpartition(".")[0] for each in samplers})
     return {"torch.utils.data": False}.get(names)

@@ -1,7 +1,7 @@
-"""How a user writes the calls that wait for the device, by the names of torch's functions.
+"""How a user writes the calls that synchronize with the device, by the names of torch's functions.
 
-A run on the CPU is examined by these names alone: none of them waits there, and all would in a run on a GPU. In a run
-on a GPU torch itself tells which calls wait, and the names only say how.
+A run on the CPU is examined by these names alone: none of these calls waits there, but all would on a GPU. In a run on
+a GPU, torch itself reports which calls wait, and the names only say how they are written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-# Functions that fetch a value to the host.
+# Functions that copy a value to the host.
 _FETCHES = {
     "__array__": "numpy.asarray(tensor)",
     "__bool__": "`if tensor`",
@@ -66,13 +66,13 @@ _UPLOADS = {
 
 
 def fetch(name: str, args: Args, kwargs: Kwargs) -> str:
-    """Return how the user writes a call that fetches values to the host, or would on a GPU; empty of other calls."""
+    """Return how the user writes a call that copies values to the host, or would on a GPU; empty for other calls."""
     fetches = args and name in _FETCHES and (name not in _CONDITIONS or _CONDITIONS[name](args, kwargs))
     return _FETCHES[name] if fetches else ""
 
 
 def upload(name: str, args: Args, kwargs: Kwargs) -> str:
-    """Return how the user writes a call that copies a list, a number or an array to the device; empty of others."""
+    """Return how the user writes a call that copies a list, number or array to the device; empty for other calls."""
     if name in ("__getitem__", "__setitem__"):
         uploads = _has_list(args[1])
     elif name == "new_tensor":
@@ -84,35 +84,35 @@ def upload(name: str, args: Args, kwargs: Kwargs) -> str:
 
 
 def copied_array(name: str, args: Args, kwargs: Kwargs) -> str:
-    """Return how the user writes a call that copies a NumPy array on the host; empty of other calls."""
+    """Return how the user writes a call that copies a NumPy array on the host; empty for other calls."""
     copied = name == "tensor" and isinstance(_value(name, args, kwargs), np.ndarray) and is_host(kwargs.get("device"))
     return "torch.tensor(array)" if copied else ""
 
 
 def generic_name(name: str) -> str:
-    """Return how the user may have written a call that waits and is in no table."""
+    """Return how the user may have written a call that waits but is in no table."""
     return "tensor[index]" if name in ("__getitem__", "__setitem__") else f"torch.{name}"
 
 
 def is_host(device: Any) -> bool:
-    """Return whether a function with this argument makes a tensor on the host, in a run on a GPU as well."""
-    return device is None or device == "cpu"  # a torch.device of the CPU may be the module's, a word is not
+    """Return whether a function with this device argument creates a tensor on the host, even in a run on a GPU."""
+    return device is None or device == "cpu"  # a torch.device("cpu") may come from the module, a string does not
 
 
 def is_training_norm(name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a call normalizes by the mean of what it gets, so that a bias in front of it has no effect."""
+    """Return whether a call normalizes with the mean of its input, so that a bias before it has no effect."""
     if name == "batch_norm":
         return bool(_argument(5, "training", args, kwargs))
     return name == "instance_norm" and bool(_argument(5, "use_input_stats", args, kwargs, True))
 
 
 def _argument(position: int, name: str, args: Args, kwargs: Kwargs, default: Any = None) -> Any:
-    """Return an argument that may be given by position or by name."""
+    """Return an argument passed by position or by name."""
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 def _value(name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Return what a function makes a tensor of."""
+    """Return the value from which a function creates a tensor."""
     return _argument(0, "obj" if name == "asarray" else "data", args, kwargs)
 
 
@@ -146,7 +146,7 @@ _CONDITIONS: dict[str, Callable[[Args, Kwargs], bool]] = {
 
 
 def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among arguments, and in lists and tuples among them."""
+    """Return the tensors among arguments, including those in lists and tuples."""
     flat: list[Any] = []
     for value in (*args, *kwargs.values()):
         flat += value if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""Where the tensors of a step on the CPU would come from on a GPU: from the host, or from the device."""
+"""Where the tensors of a step on the CPU would come from on a GPU: the host or the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Origins"]
 
 
 class Origins:
-    """Follows the tensors of one step of a run on the CPU, which is examined as if it were one on a GPU.
+    """Tracks the tensors of one step of a run on the CPU that is examined as if it were on a GPU.
 
-    Who starts it: a ``Watch``, with each step. What ends it: the step. What always holds: it keeps no tensor alive. A
-    tensor that the step makes without a device would be on the host there, and the batch would not.
+    A ``Watch`` creates it for each step. It keeps no tensor alive. A tensor that the step creates without a device
+    would be on the host, and the batch would not.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class Origins:
     def follow(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> bool:
-        """Follow a call of torch's function ``name`` from ``tensors`` to the tensor ``result``.
+        """Track a call of torch's function ``name`` from ``tensors`` to the tensor ``result``.
 
         Returns:
-            Whether the call moves a tensor that was made on the host or fetched to it back to the device.
+            Whether the call moves a tensor that was created on, or copied to, the host back to the device.
         """
         if tensors and self._moves(name, args, kwargs):
             moved = tensors[0] in self.made

@@ -1,4 +1,4 @@
-"""What each rank of a run takes its time for, and which rank the others wait for."""
+"""What each rank of a run spends its time on, and which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_turbo.measure import interval_of
 __all__ = ["RankTiming", "Slow", "find_slow", "rank_facts", "start_of_process"]
 
 CAUSES = ("data", "copy", "hooks", "logging", "optimizer", "forward")
-"""Phases in which a rank may be slow, those first in which it hardly ever waits for others. Not among them: backward,
-in which gradients are reduced, and what Lightning's loop does without a hook, where ranks tell one another of signals.
+"""Phases in which a rank may be slow; those in which it hardly ever waits for others come first. Backward is not among
+them, because gradients are reduced in it, nor is time in Lightning's loop without a hook, where ranks exchange signals.
 """
 _ENDED_BY = {
     "setup": "setting up the data",
@@ -28,21 +28,21 @@ _ENDED_BY = {
     "on_train_start": "",
     "on_validation_batch_end": "validation",
 }
-"""A hook -> the part of the time that ends where it begins; empty for what is nobody's."""
+"""A hook -> the part of the time that ends where the hook begins; empty if it belongs to nobody."""
 LATE = 1.0
-"""Seconds before or between the steps that are worth a word; a choice, above what imports differ by."""
+"""Seconds before or between the steps that are worth reporting; a choice, above the variation of imports."""
 
 
 class RankTiming(Listener):
-    """The time before and between the steps, by what it went into; the ranks' clocks are never compared.
+    """Measures the time before and between the steps by cause; the ranks' clocks are never compared.
 
-    Who starts it: the clock, when fit begins, which is before this rank meets the others: afterwards nobody sees who
-    was late. What ends it: the last timed step, behind which the ranks leave one by one. What always holds: the seconds
-    add up to the time since ``begin``.
+    It starts when fit begins, before this rank meets the others, because afterwards nobody can tell who was late. It
+    ends with the last timed step, after which the ranks leave one by one. The seconds add up to the time since
+    ``begin``.
 
     Args:
-        begin: When the time before fit began, as ``time.time`` has it.
-        plan: The steps of the look.
+        begin: When the time before fit started, as in ``time.time``.
+        plan: The planned steps.
     """
 
     def __init__(self, begin: float, plan: Plan) -> None:
@@ -56,13 +56,13 @@ class RankTiming(Listener):
         self._end("before fit")
 
     def enter(self, moment: Moment, before: str | None) -> None:
-        """End a part of the time where another one begins."""
+        """End a part of the time when the next one begins."""
         part = _ENDED_BY.get(moment.action.rpartition(".")[2])
         if part is not None:
             self._end(part)
 
     def fetched(self, step: int) -> None:
-        """End the time of a batch: that of the first one counts, of others it is a part of the step."""
+        """End the time of a batch: the first one counts separately, others are part of their step."""
         self._end("" if step else "the first batch")
 
     def end_step(self, step: int) -> None:
@@ -78,7 +78,7 @@ class RankTiming(Listener):
 
 
 def start_of_process() -> float:
-    """Return when this process began, as ``time.time`` has it; now, where it is not Linux that could tell."""
+    """Return when this process started, as in ``time.time``; the current time if the system is not Linux."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -90,14 +90,14 @@ def start_of_process() -> float:
 def rank_facts(
     timeline: StepTiming, outside: dict[str, float], owners: Sequence[object], sources: Sources, loader: Site | None
 ) -> Rank:
-    """Return what this rank took its time for.
+    """Return what this rank spent its time on.
 
     Args:
         timeline: The timed steps.
         outside: The seconds before and between the steps.
         owners: The LightningModule, the DataModule (or ``None``) and the callbacks.
         sources: Finds their lines.
-        loader: The line that makes the training loader.
+        loader: The line that creates the training loader.
     """
     steps: list[dict[str, float]] = []
     hooks: dict[str, float] = {}
@@ -120,24 +120,24 @@ def rank_facts(
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A rank that others wait for."""
+    """A rank for which others wait."""
 
     rank: int
-    place: str  # what takes longer: a phase, or a part of ``Rank.outside``
-    factor: float  # of what the others take, infinite if they take nothing
-    seconds: float  # more than the others
-    interval: tuple[float, float]  # of these, 95 %; of what happened once both are the seconds
+    place: str  # what takes longer: a phase or a part of ``Rank.outside``
+    factor: float  # relative to the others, infinite if they take no time
+    seconds: float  # longer than the others
+    interval: tuple[float, float]  # 95 % interval of ``seconds``; for a single event both ends are equal
     at: str  # where the others wait
     waited: float  # seconds by which they take longer there
-    once: bool  # before or between the steps, not in each
+    once: bool  # before or between the steps, not in each step
 
 
 def find_slow(ranks: Sequence[Rank]) -> list[Slow]:
     """Return the ranks that others wait for: in each step, and before or between the steps.
 
-    The longer time is the cause where it comes first and the others' longer time follows: those wait. In a step the
-    difference to the other ranks is taken step by step; the low end of its 95 % interval has to be above ``WAITING``
-    of the step and above ``NOTICEABLE``, which few slow steps on a busy machine do not reach.
+    A longer time is the cause if it comes first and a longer time of the others follows, in which they wait. Inside a
+    step, the difference to the other ranks is taken step by step; the lower end of its 95 % interval must exceed
+    ``WAITING`` of the step and ``NOTICEABLE``, which a few slow steps on a busy machine do not reach.
     """
     count = min((len(each.steps) for each in ranks), default=0)
     steps = [each.steps[:count] for each in ranks] if count > 1 else []
@@ -146,20 +146,20 @@ def find_slow(ranks: Sequence[Rank]) -> list[Slow]:
 
 
 def _first(times: Sequence[Sequence[dict[str, float]]], places: Sequence[str]) -> list[Slow]:
-    """Return the slow ranks at the first place that has some."""
-    # Of each rank one entry, the seconds outside of the steps, or several: those of each timed step.
+    """Return the slow ranks at the first place that has any."""
+    # One entry per rank for the time outside the steps, or one per timed step.
     found = ([_slow(times, rank, place) for rank in range(len(times))] for place in places)
     return next(filter(None, ([each for each in slow if each is not None] for slow in found)), [])
 
 
 def _slow(times: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> Slow | None:
-    # Step by step: a machine that is busy for a while slows the same steps of all its ranks, which cancels.
+    # Step by step, because a busy machine slows the same steps of all its ranks, which cancels out.
     others = [_column(each, place) for other, each in enumerate(times) if other != rank]
     own, usual = _column(times[rank], place), [median(row) for row in zip(*others, strict=True)]
     more = [mine - theirs for mine, theirs in zip(own, usual, strict=True)]
     low, high = (more[0], more[0]) if len(more) == 1 else map(math.log, interval_of(more) or (1.0, 1.0))
     at, waited = _waiting(times, rank, _after(times, rank, place))
-    # Longer alone makes nobody wait: the others have to lose at least half of it somewhere else.
+    # A longer time alone makes nobody wait: the others must lose at least half of it somewhere else.
     if low <= _limit(usual, times[rank]) or 2 * waited <= fmean(more):
         return None
     factor = fmean(own) / fmean(usual) if any(usual) else math.inf
@@ -174,16 +174,16 @@ def _limit(usual: list[float], own: Sequence[dict[str, float]]) -> float:
 
 
 def _after(times: Sequence[Sequence[dict[str, float]]], rank: int, place: str) -> set[str]:
-    """Return where others may wait for what a rank does at ``place``: before the steps only at what comes later."""
+    """Return where others may wait for what a rank does at ``place``: before the steps only at later places."""
     names = list(times[rank][0])
     if len(times[rank]) == 1:
-        # A rank that never was there, as one without batches to validate, keeps nobody waiting.
+        # A rank that never reached a place, for example without batches to validate, keeps nobody waiting.
         return {*names[names.index(place) + 1 :], ""} if place in names else set()
     return {name for each in times for step in each for name in step} - {place}
 
 
 def _waiting(times: Sequence[Sequence[dict[str, float]]], rank: int, places: set[str]) -> tuple[str, float]:
-    """Return at which of the places the others take longest beyond a rank, and the mean seconds."""
+    """Return the place at which the others take longest beyond a rank, and the mean seconds."""
     means = {}
     for at in places:
         seconds = [fmean(_column(each, at)) for each in times]

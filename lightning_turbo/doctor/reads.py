@@ -1,4 +1,4 @@
-"""How many bytes loading reads, as Linux counts them: what is mapped into memory is not among them."""
+"""Counts the bytes that loading reads, as reported by Linux; memory-mapped data are not included."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ __all__ = ["BytesRead"]
 
 
 class BytesRead(Listener):
-    """Counts what is read in the timed steps.
+    """Counts the bytes read in the timed steps.
 
-    Who starts it: the clock, with the first step that the plan times. What ends it: that the plan times no more. What
-    always holds: ``steps`` has the bytes of whole steps only.
+    It counts from the first step that the plan times to the last. ``steps`` contains only complete steps.
 
     Args:
-        plan: The steps to count in.
+        plan: The plan of steps.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -28,29 +27,29 @@ class BytesRead(Listener):
         self._before: int | None = None
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, if it is one of those to count in."""
+        """Begin a step, if it is to be counted."""
         self._before = _bytes_read() if self.plan.times(step) else None
 
     def end_step(self, step: int) -> None:
-        """End the step, if one was begun."""
+        """End the step, if it is counted."""
         if self._before is not None:
             self.steps.append(max(_bytes_read() - self._before, 0))
         self._before = None
 
     def drop_step(self, step: int) -> None:
-        """Forget the step."""
+        """Discard the step."""
         self._before = None
 
     @property
     def mean(self) -> float:
-        """Bytes a step; 0 where nobody counts."""
+        """Bytes per step; 0 if unknown."""
         return sum(self.steps) / max(len(self.steps), 1)
 
 
 def _bytes_read() -> int:
-    """Return the bytes that this process's Python threads and its worker processes have read; 0 where nobody counts.
+    """Return the bytes read so far by this process's Python threads and its worker processes; 0 if unknown.
 
-    Threads of libraries are left out: with gloo they read what other ranks send.
+    Threads of libraries are excluded: with gloo they read what other ranks send.
     """
     tasks = [f"self/task/{each.native_id}" for each in threading.enumerate()]
     workers = [str(each.pid) for each in multiprocessing.active_children()]

@@ -1,4 +1,4 @@
-"""The report: in words, for a terminal or a file, and as JSON."""
+"""The report, as text for a terminal or a file, and as JSON."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from lightning_turbo.measure import write_json
 __all__ = ["Report", "as_json", "as_text", "place", "verdict"]
 
 LITTLE = 0.03
-"""Share of the step up to which waiting for data is as good as none; a choice, not a measurement."""
+"""Waiting for data is negligible up to this share of the step; a choice, not a measurement."""
 WIDTH = 100
-"""Columns of the text in a file."""
+"""Width of the text in a file, in columns."""
 SHOWN = 3
-"""Names of layers or parameters that are shown of each line."""
+"""Number of names of layers or parameters shown per line."""
 ROW = 0.005
-"""Share of the fit below which a part is left out of the table."""
+"""Parts below this share of the fit are omitted from the table."""
 _TITLES = {"compute": "Compute-bound", "copy": "Bound by copies to the device", "loop": "Bound by the loop"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What the doctor found.
+    """The result of the doctor.
 
     Attributes:
-        facts: What was measured.
-        findings: The findings, the gravest first.
+        facts: The measurements.
+        findings: The findings, most severe first.
         timeline: The mean step; its segments add up to ``facts.step``.
-        short: What is missing if the run was too short, else empty.
+        short: What is missing if the run was too short, otherwise empty.
     """
 
     facts: Facts
@@ -50,11 +50,11 @@ class Report:
     short: str = ""
 
     def above(self, level: str) -> list[Finding]:
-        """Return the findings that are graver than ``level``."""
+        """Return the findings that are more severe than ``level``."""
         return [each for each in self.findings if LEVELS.index(each.level) < LEVELS.index(level)]
 
     def save(self, text: str | os.PathLike[str] | None = None, json: str | os.PathLike[str] | None = None) -> None:
-        """Write the report to files; ``None`` writes none."""
+        """Write the report to files; ``None`` skips one."""
         if text is not None:
             path = Path(text)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Report:
 
 
 def verdict(facts: Facts) -> str:
-    """Return in one sentence what bounds the step; a rule of ``rules.bounds`` or ``waits-for-data`` says what helps."""
+    """Return in one sentence what bounds the step; ``rules.bounds`` and ``waits-for-data`` say what helps."""
     bound = facts.bound
     if not bound:
         return "No step was timed."
@@ -85,7 +85,7 @@ def verdict(facts: Facts) -> str:
 
 
 def place(site: Site) -> str:
-    """Return a site as ``file:line``, relative to the working directory if it lies within."""
+    """Return a site as ``file:line``, relative to the working directory if inside it."""
     return f"{site.file.removeprefix(os.getcwd() + os.sep)}:{site.line}"
 
 
@@ -117,7 +117,7 @@ def as_text(report: Report, width: int | None = None) -> str:
 
     Args:
         report: The report.
-        width: Columns; ``None`` asks the terminal.
+        width: Number of columns; ``None`` uses that of the terminal.
     """
     width = max(60, min(width or shutil.get_terminal_size().columns, 120))
     lines = [f"lightning-turbo doctor: {verdict(report.facts)}", f"{_summarize(report)}.", report.short]
@@ -140,7 +140,7 @@ def _summarize(report: Report) -> str:
 
 
 def _places(finding: Finding) -> list[str]:
-    """Return the places in words; the names of one thing at one line are in the finding's own sentence."""
+    """Return the places in words; if there is only one, its names are already in the finding's sentence."""
     return [_place(each, with_names=finding.count > 1 or each.site is None) for each in finding.places]
 
 
@@ -185,7 +185,7 @@ def _phase_rows(facts: Facts, width: int) -> Iterator[str]:
 
 
 def _fit_rows(fit: FitFacts, width: int) -> Iterator[str]:
-    """Return the table of the fit: what each part takes in the whole of it; in an epoch, where it has no end."""
+    """Return the table of the fit: the time of each part in the whole fit, or per epoch if the fit has no end."""
     if not fit.parts:
         return
     is_known = fit.whole < math.inf
@@ -204,14 +204,14 @@ def _fit_rows(fit: FitFacts, width: int) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    """Return seconds in the unit that a reader would take."""
+    """Return a duration in a suitable unit."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def _fit_as_json(fit: FitFacts) -> dict[str, Any]:
-    """Return the table as plain values; what is infinite is ``None``."""
+    """Return the table as plain values; infinity becomes ``None``."""
     numbers = ("epochs", "batches", "validations", "validated", "watched_epochs", "watched_steps", "saves", "whole")
     return {
         **{name: value if (value := getattr(fit, name)) < math.inf else None for name in numbers},

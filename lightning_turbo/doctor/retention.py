@@ -1,4 +1,4 @@
-"""Which attributes hold tensors with their graph after the step is over."""
+"""Finds attributes that hold tensors with their graph after the step is over."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from lightning_turbo.doctor.source import Sources
 __all__ = ["Retention"]
 
 LIMIT = 2000
-"""The last elements of a container that are looked at."""
+"""Number of last elements of a container that are examined."""
 NODES = 200_000
-"""Nodes at which counting the graphs of an attribute stops, after about a second."""
+"""Counting the graphs of an attribute stops at this many nodes, after about a second."""
 
 
 class Retention(Listener):
-    """What is held with its graph after each watched step, by the owner's path (or class name) and the attribute.
+    """Records what holds a graph after each watched step, by the owner's path (or class name) and the attribute.
 
-    Who starts it: the clock, with the first step that the plan watches. What ends it: that the plan watches no more.
-    What always holds: it keeps sizes, and no tensor.
+    It measures from the first step that the plan watches to the last. It stores sizes, never tensors.
 
     Args:
-        plan: The steps to look behind.
-        module: The LightningModule; its submodules outside of ``torch.nn`` are looked at, too.
-        others: Further objects whose attributes are looked at: the user's callbacks.
+        plan: The plan of steps.
+        module: The LightningModule; its submodules from outside ``torch.nn`` are examined too.
+        others: Further objects to examine: the user's callbacks.
     """
 
     def __init__(self, plan: Plan, module: nn.Module, others: Iterable[object] = ()) -> None:
         self.plan = plan
         self.module, self.others = module, list(others)
-        self._history: list[dict[tuple[str, str], int]] = []  # graph nodes after each step
+        self._history: list[dict[tuple[str, str], int]] = []  # number of graph nodes after each step
 
     def end_step(self, step: int) -> None:
-        """Look at what is held, if the step was watched."""
+        """Measure, if the step was watched."""
         if self.plan.watches(step):
             self.measure()
 
@@ -54,9 +53,9 @@ class Retention(Listener):
         self._history.append({key: size for key, size in sizes.items() if size})
 
     def find(self, sources: Sources) -> tuple[Part, ...]:
-        """Return what was held with its graph after each of the last two steps or more."""
+        """Return what held a graph after each of the last two steps."""
         owners = _owners(self.module, self.others)
-        # Once may be this step's own output; what two steps running leave behind is kept.
+        # A graph seen once may belong to this step's own output; what two consecutive steps leave behind is kept.
         before, now = self._history[-2:] if len(self._history) > 1 else ({}, {})
         return tuple(
             Part(
@@ -68,7 +67,7 @@ class Retention(Listener):
         )
 
     def _grows(self, key: tuple[str, str]) -> bool:
-        """Return whether more was held after each of the steps: of one step's graph the size may go up and down."""
+        """Return whether more was held after every step: the size of a single step's graph may go up and down."""
         return all(before.get(key, 0) < now.get(key, 0) for before, now in pairwise(self._history))
 
 
@@ -82,13 +81,13 @@ def _attributes(owner: object) -> dict[str, Any]:
     own.pop("_modules", None)
     own |= own.pop("_buffers", {})
     for name in own.pop("_parameters", {}):
-        # Old-style weight and spectral norm make the weight from these in each forward.
+        # Old-style weight and spectral norm compute the weight from these in each forward pass.
         own.pop(re.sub("_(orig|g)$", "", name), None)
     return own
 
 
 def _count_nodes(value: Any) -> int:
-    """Count the nodes of the graphs that ``value`` holds, each once, up to a limit."""
+    """Count the distinct nodes of the graphs that ``value`` holds, up to a limit."""
     seen: set[Any] = set()
     waiting = _roots(value) - {None}
     while waiting and len(seen) < NODES:
@@ -99,11 +98,11 @@ def _count_nodes(value: Any) -> int:
 
 
 def _roots(value: Any, depth: int = 0) -> set[Any]:
-    """Return the last node of each graph that ``value`` holds, in itself and in containers within it."""
+    """Return the last node of each graph that ``value`` holds, directly or in nested containers."""
     if isinstance(value, torch.Tensor):
         return {value.grad_fn}
     items = list(value.values()) if isinstance(value, dict) else value
-    # Lists of lists of losses are deep enough, and a container that holds itself has an end.
+    # Lists of lists of losses are deep enough, and the limit ends the search in a container that contains itself.
     if depth == 3 or not isinstance(items, (list, tuple, set, deque)):
         return set()
     return set().union(*(_roots(each, depth + 1) for each in list(items)[-LIMIT:]))

@@ -1,9 +1,9 @@
-"""Runs a user's script or package as Python would, with callbacks of ours in each Trainer that it makes.
+"""Runs a user's script or package as Python would, with our callbacks in each Trainer that it creates.
 
-Lightning finds the callbacks as it finds every plugin: by an entry point, which exists for this process and for the
-time of the run only, and for the processes that Lightning starts for further ranks of it, which have a ``Doctor`` if
-this process names its steps in ``RANKS``. Nothing is patched. The process that calls these functions should be a fresh
-one, because the script may change whatever it likes in it, and because ``end_program`` ends it.
+Lightning finds the callbacks like any plugin: through an entry point. The entry point exists only for the time of the
+run, in this process and in the processes that Lightning starts for further ranks, which get a ``Doctor`` if this
+process passes its steps in ``RANKS``. Nothing is patched. Call these functions in a fresh process, because the script
+may change anything in it, and because ``end_program`` ends it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the script chooses which copy of Lightning it imports
 __all__ = ["RANKS", "Ending", "check_script", "make_callbacks", "run_program"]
 
 RANKS = "LIGHTNING_TURBO_DOCTOR"
-"""The variable of the environment that has the steps of a ``Doctor`` for further ranks, as JSON."""
+"""The environment variable with the steps of a ``Doctor`` for further ranks, as JSON."""
 INTERRUPTED = 130  # as shells do
 _factories: list[Callable[[], list[Callback]]] = []
 
@@ -40,7 +40,8 @@ class Ending:
 
     Attributes:
         status: Its exit status: 1 after an exception, 130 after Ctrl-C.
-        error: The exception that ended it, whose traceback was printed; ``None`` if none did, or ``sys.exit``.
+        error: The exception that ended it, whose traceback was printed; ``None`` if there was none or it was
+            ``sys.exit``.
     """
 
     status: int = 0
@@ -60,20 +61,20 @@ def run_program(
     Args:
         program: Path of the script, or name of the module.
         argv: Its arguments.
-        callbacks: Called for each Trainer that it makes; what it returns is added to that Trainer's callbacks.
+        callbacks: Called for each Trainer that the program creates; returns callbacks to add to that Trainer.
         module: Whether ``program`` is a name.
-        at_end: Called if ``end_program`` ends the program, with a status: writes what there is to write, and returns
-            the exit status of this process. What stands behind this function is not executed then.
+        at_end: Called with a status if ``end_program`` ends the program; writes the results and returns the exit status
+            of this process. Nothing after this function runs then.
 
     Returns:
-        How the program ended. Its errors and its ``sys.exit`` end it here.
+        How the program ended. Its errors and its ``sys.exit`` are caught here.
 
     Raises:
-        TurboError: If there is no such file.
+        TurboError: If the file does not exist.
     """
     if not module:
         check_script(Path(program))
-    # The folder of a script goes first on the path, a link's target's, as with Python.
+    # Like Python, put the folder of the script first on the path, after resolving a link.
     script = "" if module else str(Path(program).absolute())
     folder = Path.cwd() if module else Path(script).resolve().parent
     with ExitStack() as put_in:
@@ -86,13 +87,13 @@ def run_program(
 
 
 def check_script(path: Path) -> None:
-    """Refuse a path that is not a file."""
+    """Raise an error if a path is not a file."""
     if not path.is_file():
         raise TurboError(f"{str(path)!r} is not a file; give the path of a Python script that trains with a Trainer.")
 
 
 def make_callbacks() -> list[Callback]:
-    """Return the callbacks for one more Trainer: the entry point that Lightning calls; none outside of a run."""
+    """Return the callbacks for another Trainer; the entry point that Lightning calls. None outside a run."""
     if not _factories and RANKS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         from lightning_turbo.doctor.callback import Doctor
 
@@ -108,7 +109,7 @@ def _end_of(run: Callable[[], object], file: str) -> Ending:
             return Ending(exit_.code or 0)
         sys.stderr.write(f"{exit_.code}\n")
         return Ending(1)
-    except BaseException as error:  # whatever ends the script ends it here, with its own traceback
+    except BaseException as error:  # anything that ends the script is caught, with its traceback
         frames = error.__traceback__
         while frames is not None and file and frames.tb_frame.f_code.co_filename != file:
             frames = frames.tb_next
@@ -132,9 +133,9 @@ def _add_callbacks(callbacks: Callable[[], list[Callback]]) -> Iterator[None]:
         )
         sys.path.append(folder)
         _factories.append(callbacks)
-        # For the processes of further ranks, which find the entry point by the path alone.
+        # Processes of further ranks find the entry point only through PYTHONPATH.
         before, root = os.environ.get("PYTHONPATH"), Path(__file__).parents[2]
-        clone = [] if root.name.endswith("-packages") else [str(root)]  # which further ranks may not find by themselves
+        clone = [] if root.name.endswith("-packages") else [str(root)]  # further ranks may not find it otherwise
         os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), folder, *clone])
         try:
             yield
@@ -148,7 +149,7 @@ def _add_callbacks(callbacks: Callable[[], list[Callback]]) -> Iterator[None]:
 
 @contextmanager
 def _as_main(argv: list[str], folder: str) -> Iterator[None]:
-    """Give a program its own arguments and put its folder first on the path."""
+    """Give a program its own arguments, and put its folder first on the path."""
     before = sys.argv, list(sys.path)
     sys.argv = argv
     sys.path.insert(0, folder)

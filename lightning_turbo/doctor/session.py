@@ -1,4 +1,4 @@
-"""One look at a fit: the listeners of its clock, and the facts that they come to."""
+"""The measurement of one fit: the listeners of its clock, and the facts that they collect."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lightning_turbo.nn.compile import CompileReport, compile_counts
 
 __all__ = ["Session"]
 
-# Strategies whose tensors are plain ones; what others do could change under a function mode.
+# Strategies with plain tensors; with others, a function mode might change something.
 _PLAIN = {"SingleDeviceStrategy", "DDPStrategy"}
 _FAST_PATHS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder, torch.nn.MultiheadAttention)
 ANOMALY = ("detect_anomaly", "set_detect_anomaly")
 
 
 class Compilations(Listener):
-    """Counts what torch compiles: what it does in the warm-up is no compiling again.
+    """Counts what torch compiles; compiling during the warm-up does not count as recompiling.
 
-    Who starts it: its session, when fit begins. What ends it: ``stop``. What always holds: ``before`` was counted
-    before fit, and ``warm`` behind the warm-up, if the run came so far.
+    Its session creates it when fit begins, and ``stop`` ends it. ``before`` is counted before fit, ``warm`` after the
+    warm-up if the run gets that far.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -59,21 +59,21 @@ class Compilations(Listener):
         return {} if self.after is None else self.after.since(self.before).breaks
 
     def recompilations(self) -> dict[str, int]:
-        """Return what was compiled again, by function and reason; nothing of a run that ended in its warm-up."""
+        """Return what was recompiled, by function and reason; nothing if the run ended in its warm-up."""
         return {} if self.after is None or self.warm is None else self.after.since(self.warm).recompilations
 
 
 class Session:
-    """One look at a fit; it owns the clock and its listeners, so that nothing of them outlives the report.
+    """The measurement of one fit. It owns the clock and its listeners, so that none of them outlives the report.
 
-    Who starts it: the ``Doctor``, as fit begins. What ends it: ``stop``, after the last step, the end of the fit or an
-    exception. What always holds: each fact has one listener that measures it.
+    The ``Doctor`` creates it when fit begins; ``stop`` ends it after the last step, at the end of fit or on an
+    exception. Each fact is measured by exactly one listener.
 
     Args:
-        plan: The steps before the first look, those that are timed, and those that are watched from inside.
+        plan: The steps that pass, are timed and are watched.
         trainer: The Trainer, whose fit begins.
-        guard: Keeps errors of the listeners away from the run.
-        begin: When this process began, or the Doctor was made, as ``time.time`` has it.
+        guard: Keeps errors of listeners away from the run.
+        begin: When this process started or the Doctor was created, as in ``time.time``.
         frame: The caller's frame, on whose stack the script's call of ``fit`` is found.
     """
 
@@ -100,25 +100,26 @@ class Session:
         self.notes: tuple[str, ...] = ()
 
     def begin(self, further: Sequence[Listener]) -> None:
-        """Begin, with further listeners, which hear that a step begins after all others."""
-        # The last to hear that a step begins is the first to hear that it ends: a step has no time of other listeners.
+        """Start, with additional listeners, which receive the beginning of a step after all others."""
+        # The last to receive the beginning of a step is the first to receive its end, so its steps exclude other
+        # listeners.
         listeners = (
             self.compilations, self.retention, self.reads, self.draws, self.ranks, self.parts, self.watch, self.steps,
         )  # fmt: skip
         self.clock.begin(self.trainer, (*listeners, *further))
 
     def look_at_length(self) -> None:
-        """Note how long the script lets the fit be, before anything cuts it short."""
+        """Record how long the script lets the fit be, before anything shortens it."""
         self.length = fit_length(self.trainer, collect.count_epochs(self.trainer))
 
     def look_at(self, batch: Any) -> None:
-        """Note what the first batch holds."""
-        # There is none yet where ``training_step`` fetches it.
+        """Record the contents of the first batch."""
+        # ``None`` if ``training_step`` fetches the batch itself.
         if self.batch is None and batch is not None:
             self.batch = collect.batch_facts(batch)
 
     def _why_not_inside(self) -> str:
-        """Return why something in the run would behave otherwise under a function mode; empty if nothing would."""
+        """Return why something in the run would behave differently under a function mode; empty if nothing would."""
         strategy, modules = type(self.trainer.strategy), list(self.trainer.lightning_module.modules())
         if any(map(_is_compiled, modules)):
             return "the model is compiled"
@@ -131,13 +132,13 @@ class Session:
         return ""
 
     def stop(self) -> None:
-        """Stop the clock; the Trainer's profiler tells nobody any more."""
+        """Stop the clock; the Trainer's profiler notifies nobody any more."""
         self.watch.pause()
         self.clock.stop()
         self.compilations.stop()
 
     def shortfall(self, interrupted: str = "") -> str:
-        """Say what is missing if the run was too short, else nothing.
+        """Say what is missing if the run was too short; empty if nothing is.
 
         Args:
             interrupted: The name of the exception that ended the run, if one did.
@@ -153,7 +154,7 @@ class Session:
         )
 
     def rank(self) -> Rank:
-        """Return what this rank of several took its time for."""
+        """Return what this rank of several spent its time on."""
         loader = collect.loader_facts(self.trainer, self.sources, self.fit).site
         owners = [self.trainer.lightning_module, self.trainer.datamodule, *self.trainer.callbacks]
         facts = rank_facts(self.steps, self.ranks.seconds, owners, self.sources, loader)
@@ -161,7 +162,7 @@ class Session:
         return facts
 
     def facts(self, ranks: tuple[Rank, ...] = ()) -> tuple[Facts, list[Segment]]:
-        """Return all that was measured, with what all ``ranks`` were, and the mean step."""
+        """Return everything that was measured, including the facts of all ``ranks``, and the mean step."""
         trainer, module, watch, sources = self.trainer, self.trainer.lightning_module, self.watch, self.sources
         segments, steps = self.steps.mean_step(), self.steps.each_step()
         batch = self.batch or collect.BatchFacts()
@@ -223,7 +224,7 @@ class Session:
         return projection.facts(hooks, self._site_of_action)
 
     def _site_of_action(self, action: str) -> Site | None:
-        """Return the line of a hook, of the LightningModule, the DataModule or a callback."""
+        """Return the line of a hook of the LightningModule, the DataModule or a callback."""
         owner, _, hook = action.rpartition(".")
         trainer = self.trainer
         names = {f"[LightningModule]{type(trainer.lightning_module).__name__}": trainer.lightning_module}
@@ -233,12 +234,12 @@ class Session:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module came out of ``torch.compile``, or was compiled by its own ``compile()``."""
+    """Return whether a module was returned by ``torch.compile`` or compiled by its own ``compile()``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _base_of(strategy: type) -> str:
-    """Return the nearest of Lightning's own strategies: DeepSpeed's and XLA's are subclasses of DDP's."""
+    """Return the nearest of Lightning's own strategies; those for DeepSpeed and XLA are subclasses of DDP's."""
     bases = (base for base in strategy.__mro__ if base.__module__.startswith(("lightning.", "pytorch_lightning.")))
     return next(base.__name__ for base in bases)
 
@@ -248,6 +249,6 @@ def _is_fast(module: torch.nn.Module) -> bool:
 
 
 def _has_compiled() -> bool:
-    """Return whether this process holds code that ``torch.compile`` has looked at, without importing its compiler."""
+    """Return whether ``torch.compile`` has compiled code in this process, without importing its compiler."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return dynamo is not None and any(code() is not None for code in dynamo.input_codes.seen)

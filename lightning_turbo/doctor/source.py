@@ -1,4 +1,4 @@
-"""The user's own source: which frames are theirs, and which line makes or changes what."""
+"""Examines the user's source: which frames are the user's, and which line creates or changes what."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
-"""A file of an installed package, in this environment or in one that is on the path, and the package's name."""
-# What these do for themselves is no habit of the user's.
+"""A file of an installed package, in this environment or another one on the path, with the package's name."""
+# What these do by themselves is not the user's doing.
 _MACHINERY = tuple(_TORCH + part + os.sep for part in ("optim", "amp", os.path.join("utils", "data")))
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _PARTS_OF_TORCH = {
@@ -41,12 +41,12 @@ _BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__, *Callback.__mr
 
 
 class Sources:
-    """Tells the user's own files from libraries and finds lines in them.
+    """Distinguishes the user's own files from libraries, and finds lines in them.
 
-    Own is every file outside of the standard library, the site packages, torch, Lightning and this package. A library
-    file that defines one of ``objects`` is adopted: its lines count where no own line is on the stack.
+    Every file outside the standard library, site-packages, torch, Lightning and this package is the user's own. A
+    library file that defines one of ``objects`` is adopted: its lines count if no own line is on the stack.
 
-    A ``Session`` makes it and drops it with itself. What always holds: it reads files and frames, and changes nothing.
+    A ``Session`` creates it and drops it with itself. It reads files and frames, and changes nothing.
 
     Args:
         objects: The LightningModule, the DataModule and the user's callbacks.
@@ -57,12 +57,12 @@ class Sources:
         self._adopted = {file for file in files if not file.startswith(("<", _TORCH, _HERE))}
 
     def site(self, frame: FrameType | None, *, through: bool = False) -> Site | None:
-        """Return the innermost own line on the stack from ``frame`` outward, else the innermost adopted one.
+        """Return the innermost own line on the stack from ``frame`` outward, otherwise the innermost adopted one.
 
-        ``None`` if Lightning or torch's optimizers, scalers or loaders come first, whose business it then is; they
-        are passed over with ``through``.
+        ``None`` if Lightning or torch's optimizers, scalers or loaders come first, because they are then responsible;
+        ``through`` skips them.
         """
-        # A user's line beats a line of an adopted library that is nearer: it is the one that they can change.
+        # An own line wins over a nearer line of an adopted library, because the user can change it.
         adopted = None
         for each in _stack(frame):
             kind = self._kind_of(each.f_code.co_filename)
@@ -75,7 +75,7 @@ class Sources:
         return adopted
 
     def library(self, frame: FrameType | None) -> str:
-        """Return the library between ``frame`` and the user's line; empty if the line itself is the caller."""
+        """Return the library between ``frame`` and the user's line; empty if that line itself is the caller."""
         found = ""
         for each in _stack(frame):
             if self._kind_of(each.f_code.co_filename) != "library":
@@ -88,7 +88,7 @@ class Sources:
         return self._kind_of(_file_of(cls)) in ("own", "adopted")
 
     def layer(self, root: nn.Module, path: str) -> Site | None:
-        """Return the line that makes the submodule or parameter at ``path``, as in ``named_modules``."""
+        """Return the line that creates the submodule or parameter at ``path``, as in ``named_modules``."""
         owner, _, name = path.rpartition(".")
         found = self._find(type(root.get_submodule(owner)), rf"SELF\.{re.escape(name)}\b[^=(]*=[^=]")
         return found or (self.layer(root, owner) if owner else None)
@@ -96,7 +96,7 @@ class Sources:
     def setting(self, *names: str) -> Site | None:
         """Return the line that passes one of ``names`` as an argument, or calls it, with anything but ``False``.
 
-        All own files are searched, those of ``objects`` first.
+        All own files are searched, starting with those of ``objects``.
         """
         files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())} - {"None"}
         own = filter(lambda file: self._kind_of(file) in ("own", "adopted"), files)
@@ -106,12 +106,12 @@ class Sources:
         return None
 
     def change(self, cls: type, name: str) -> Site | None:
-        """Return the line that changes ``self.name`` outside of ``__init__``: an append, an assignment, a call."""
+        """Return the line that changes ``self.name`` outside ``__init__``: an append, an assignment, a call."""
         pattern = rf"SELF\.{re.escape(name)}\b(?!\.({_SHRINKING})\b)\s*([\[.(]|,.*=|[-+*/|&]?=[^=])"
         return self._find(cls, pattern, skip="__init__")
 
     def call(self, cls: type, method: str, *names: str) -> Site | None:
-        """Return the line in an own method that calls one of ``names``, else the line of the method itself."""
+        """Return the line in an own method that calls one of ``names``, otherwise the line of the method itself."""
         patterns = (rf"\b({'|'.join(names)})\(", rf"def {method}\b")
         found = (self._find(cls, pattern, only=method) for pattern in patterns)
         return next(filter(None, found), None)
@@ -121,15 +121,15 @@ class Sources:
         return self.function(getattr(type(owner), name, None))
 
     def function(self, function: Any) -> Site | None:
-        """Return the first line of an own function, or of what an own object does when it is called."""
-        function = getattr(function, "func", function)  # of a partial
+        """Return the first line of an own function, or of the ``__call__`` of an own object."""
+        function = getattr(function, "func", function)  # of a partial object
         code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
         if code is None or self._kind_of(code.co_filename) not in ("own", "adopted"):
             return None
         return Site(file=code.co_filename, line=code.co_firstlineno, function=code.co_name)
 
     def line(self, cls: type, pattern: str) -> Site | None:
-        """Return the first line that matches, outside of comments, in the file of an own class."""
+        """Return the first matching line, outside comments, in the file of an own class."""
         if not self.owns(cls):
             return None
         lines = enumerate(linecache.getlines(_file_of(cls)), 1)
@@ -141,9 +141,9 @@ class Sources:
         return "adopted" if kind != "own" and file in self._adopted else kind
 
     def _find(self, cls: type, pattern: str, only: str = "", skip: str = "") -> Site | None:
-        """Return the first line of the methods of an own class and its own bases that matches.
+        """Return the first matching line in the methods of an own class and its own bases.
 
-        SELF in ``pattern`` is what the method calls its object.
+        SELF in ``pattern`` stands for the method's name of its instance.
         """
         methods = chain.from_iterable(map(_methods, filter(self.owns, cls.__mro__)))
         codes = (each.__code__ for each in methods)
@@ -152,7 +152,7 @@ class Sources:
 
 
 def kind_of(file: str) -> str:
-    """Return ``"own"``, ``"machinery"`` (whose doings are not the user's) or ``"library"``."""
+    """Return ``"own"``, ``"machinery"`` (not the user's doing) or ``"library"``."""
     installed = _INSTALLED.search(file)
     if file.startswith(_MACHINERY) or (installed and installed[1] in _LIGHTNING):
         return "machinery"
@@ -160,7 +160,7 @@ def kind_of(file: str) -> str:
 
 
 def _find_setting(source: str, names: tuple[str, ...]) -> int:
-    """Return the first line of a file that passes or calls one of ``names`` without ``False``; 0 without one."""
+    """Return the first line of a file that passes or calls one of ``names`` without ``False``; 0 if there is none."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
@@ -170,7 +170,7 @@ def _find_setting(source: str, names: tuple[str, ...]) -> int:
 
 
 def _settings(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[int, list[ast.expr]]]:
-    """Yield the lines at which a node sets one of ``names``, and what to: an argument, a key of a dict, a call."""
+    """Yield the lines where a node sets one of ``names``, and the values: an argument, a key of a dict, a call."""
     if isinstance(node, ast.keyword) and node.arg in names:
         yield node.lineno, [node.value]
     elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
@@ -209,14 +209,14 @@ def _methods(cls: type) -> Iterator[Any]:
 
 
 def _file_of(cls: type) -> str:
-    """Return the file of a class's own methods, else of its module; "<unknown>" of classes that are in no file."""
+    """Return the file of a class's own methods, otherwise of its module; "<unknown>" if there is no file."""
     files = (each.__code__.co_filename for each in _methods(cls) if getattr(each, "__module__", "") == cls.__module__)
     module = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return next((file for file in files if not file.startswith("<")), module or "<unknown>")
 
 
 def _search(code: CodeType, pattern: str) -> Site | None:
-    """Return the first line of a function that matches outside of comments; none of code that is in no file."""
+    """Return the first matching line of a function, outside comments; none for code without a file."""
     try:
         lines, start = inspect.getsourcelines(code)
     except (OSError, TypeError, IndexError):

@@ -19,7 +19,7 @@ __all__ = ["Segment", "StepTiming", "longest_action", "sum_phases", "typical_sec
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one action takes of the mean step, in seconds; ``start`` is where the picture draws it."""
+    """The time of one action in the mean step, in seconds; ``start`` is its position in the picture."""
 
     action: str
     phase: str
@@ -29,7 +29,7 @@ class Segment:
 
 @dataclass(slots=True)
 class _Mark:
-    """The moment at which the innermost action became ``action``."""
+    """The time at which the innermost action became ``action``."""
 
     action: str
     phase: str
@@ -41,16 +41,15 @@ class _Mark:
 
 
 class StepTiming(Listener):
-    """Times the steps that a plan has timed.
+    """Measures the timed steps of a plan.
 
-    Who starts it: the clock, with the first step that the plan times. What ends it: that the plan times no more. What
-    always holds: ``steps`` has the marks of whole steps only.
+    It measures from the first step that the plan times to the last. ``steps`` contains only complete steps.
 
-    On CUDA the marks are events on the current stream, which cost no wait: a phase then lasts as long as the device
-    took from one event to the next, idling included.
+    On CUDA the marks are events on the current stream, which do not synchronize: a phase lasts as long as the device
+    took between two events, including idle time.
 
     Args:
-        plan: The steps to time.
+        plan: The plan of steps.
         cuda: Whether the run is on a CUDA device.
     """
 
@@ -65,7 +64,7 @@ class StepTiming(Listener):
         self._open = [] if self.plan.times(step) else None
 
     def enter(self, moment: Moment, before: str | None) -> None:
-        """Mark what begins; nothing happens outside of a timed step."""
+        """Mark what begins, inside a timed step."""
         if self._open is not None:
             event = torch.cuda.Event(enable_timing=True) if self.cuda else None
             if event is not None:
@@ -80,14 +79,14 @@ class StepTiming(Listener):
         self._open = None
 
     def drop_step(self, step: int) -> None:
-        """Forget the step that was begun."""
+        """Discard the step."""
         self._open = None
 
     def each_step(self) -> list[dict[tuple[str, str], float]]:
-        """Return the seconds of each action and phase in each of the timed steps.
+        """Return the seconds of each action and phase in each timed step.
 
         Note:
-            On CUDA it waits once for the device.
+            On CUDA this synchronizes once.
         """
         if self.cuda:
             torch.cuda.synchronize()
@@ -116,10 +115,10 @@ class StepTiming(Listener):
 
 
 def typical_seconds(steps: Sequence[dict[tuple[str, str], float]], place: int) -> dict[str, float]:
-    """Return the median seconds of a step by action or by phase: one step that was interrupted tells nothing.
+    """Return the median seconds per step of each action or phase, which ignores single interrupted steps.
 
     Args:
-        steps: The seconds of each action and phase, of each step.
+        steps: The seconds of each action and phase, for each step.
         place: 0 for actions, 1 for phases.
     """
     sums: list[dict[str, float]] = [{} for _ in steps]
@@ -139,9 +138,9 @@ def sum_phases(segments: list[Segment]) -> dict[str, float]:
 
 
 def longest_action(segments: list[Segment], phases: Collection[str]) -> str:
-    """Return the hook that takes longest of those in some phases, and its time; empty below a tenth of the step.
+    """Return the slowest hook of some phases and its time; empty if below a tenth of the step.
 
-    The hooks of the Doctor itself are left out.
+    The Doctor's own hooks are excluded.
     """
     named = [each for each in segments if each.phase in phases and re.match(r"\[(?!Callback\]Doctor\.)", each.action)]
     longest = max(named, key=lambda each: each.seconds, default=None)

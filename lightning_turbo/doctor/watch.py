@@ -1,8 +1,8 @@
-"""What the step does: torch's functions, and a few Python functions.
+"""Watches what a step does: torch functions, and a few Python functions.
 
-Three means, none of which patches anything: a ``TorchFunctionMode`` sees what Python asks of torch, by the name that
-the user wrote; torch's sync debug mode tells which of it waits for a CUDA device; a profile function sees calls of
-Python functions such as ``self.log``.
+It uses three means, none of which patches anything: a ``TorchFunctionMode`` sees the torch functions called from
+Python, by the name that the user wrote; torch's sync debug mode reports which calls wait for a CUDA device; a profile
+function sees calls of Python functions such as ``self.log``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_turbo.doctor.source import Sources
 
 __all__ = ["Watch", "report_waits"]
 
-# What torch warns of in its sync debug mode.
+# The warnings of torch's sync debug mode.
 WAIT = "called a synchronizing CUDA operation"
 PROTOTYPE = "Synchronization debug mode is a prototype feature"
 
@@ -45,20 +45,19 @@ ALL = Plan(0, 0, sys.maxsize)
 
 
 class Watch(Listener):
-    """Watches steps and counts what they do, by the line of the user's own code.
+    """Watches steps and counts what they do, by the line of the user's code.
 
-    Who starts it: the clock, with the first step that the plan watches. What ends it: that the plan watches no more.
-    What always holds: nothing is computed differently while it watches, as the mode calls on with the very arguments
-    it was given; and outside of the time from the fetch of a batch to the end of its step, function mode, profile
-    function and sync debug mode are as the user has them.
+    It watches from the first step that the plan watches to the last. While it watches, nothing is computed differently,
+    because the mode passes every call on with its original arguments. Outside the time from the fetch of a batch to the
+    end of its step, function mode, profile function and sync debug mode are the user's.
 
     Args:
-        sources: Tells the user's own files from others.
+        sources: Distinguishes the user's files from others.
         guard: Keeps errors of the watch away from the step.
         plan: The steps to watch.
         cuda: Whether the run is on a CUDA device.
-        why_not: Asked once, before the first of the steps, why none may be watched by the mode; empty if they may. A
-            compiled model would fall back to eager under it.
+        why_not: Called once, before the first step, for a reason not to use the mode; empty if there is none. A
+            compiled model would fall back to eager mode under it.
     """
 
     def __init__(
@@ -71,39 +70,39 @@ class Watch(Listener):
         why_not: Callable[[], str] = str,
     ) -> None:
         self.sources, self.guard, self.plan, self.cuda = sources, guard, plan, cuda
-        # None where another profile function is set, whose place this one would take.
+        # None if another profile function is set, which this one would replace.
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
         self.watched = 0
         self.reason = ""  # why the mode was not used
         self.anomaly = False  # whether autograd's anomaly detection was on
-        self.biases: set[int] = set()  # ids of those that a norm takes away
+        self.biases: set[int] = set()  # ids of the biases that a norm cancels
         self.origins = Origins()
         self._why_not: Callable[[], str] | None = why_not
         self._mode = _Functions(self)
         self._counts: dict[tuple[str, str, Site, str], list[Any]] = {}
         self._started: ExitStack | None = None
-        self._calling = 0  # the thread of the call that is under way
+        self._calling = 0  # the thread of the current call
         self._waited = False  # whether it has waited for the device
 
     def fetched(self, step: int) -> None:
-        """Begin, if the step is one of those to watch."""
+        """Start, if the step is to be watched."""
         if self.plan.watches(step):
-            # A watch that began within ``training_step`` would end in another order than what the user began there.
+            # Starting inside ``training_step`` would end contexts out of order with those that the user enters there.
             self.anomaly = torch.is_anomaly_enabled()
             self.resume()
 
     def end_step(self, step: int) -> None:
-        """End, and count the step."""
+        """Stop, and count the step."""
         if self._started is not None:
             self.pause()
             self.watched += 1
 
     def drop_step(self, step: int) -> None:
-        """End, and count nothing."""
+        """Stop without counting the step."""
         self.pause()
 
     def resume(self) -> None:
-        """Begin to watch, or continue; an error leaves nothing of it behind."""
+        """Start or continue watching; after an error nothing of it remains."""
         if self._started is not None:
             return
         if self._why_not is not None:
@@ -119,7 +118,7 @@ class Watch(Listener):
             self._started = started.pop_all()
 
     def pause(self) -> None:
-        """Stop watching until ``resume``; does nothing if it does not watch."""
+        """Stop watching until ``resume``. No effect if it is not watching."""
         if self._started is None:
             return
         if self.table is not None and sys.getprofile() is self.table:
@@ -136,7 +135,7 @@ class Watch(Listener):
         )
 
     def note(self, kind: str, name: str, site: Site | None, seconds: float = 0.0, within: str = "") -> None:
-        """Count one thing that happened at ``site``; without a site it is not the user's doing."""
+        """Count one event at ``site``; without a site it is not the user's doing."""
         if site is not None:
             entry = self._counts.setdefault((kind, name, site, within), [0, set(), 0.0])
             entry[0] += 1
@@ -147,11 +146,11 @@ class Watch(Listener):
         self.guard.note(self._note_python, kind, name, caller, seconds)
 
     def _note_python(self, kind: str, name: str, caller: FrameType | None, seconds: float) -> None:
-        # log_dict calls log, and Lightning computes what was logged: the line is beyond Lightning's own.
+        # log_dict calls log, and Lightning computes logged metrics: the line is behind Lightning's own frames.
         self.note(kind, name, self.sources.site(caller, through=kind in ("log", "metric")), seconds)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
-        """Call a function of torch and note what it does."""
+        """Call a torch function and record what it does."""
         self._calling, self._waited = threading.get_ident(), False
         start = time.perf_counter()
         try:
@@ -177,11 +176,11 @@ class Watch(Listener):
     def _judge_on_cuda(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
-        """Return the kind and the name of what a call did, in a run on a CUDA device, where torch says if it waited."""
+        """Return kind and name of what a call did in a run on CUDA, where torch reports whether it waited."""
         copied, uploaded = copied_array(name, args, kwargs), upload(name, args, kwargs)
         if not self._waited:
             return ("copied", copied) if copied else ("", "")
-        # A wait is a copy to the device if a value has arrived there and not all that went in was there before.
+        # A wait is a copy to the device if a value arrived there and not all inputs were there before.
         arrived = name == "__setitem__" or (isinstance(result, torch.Tensor) and result.is_cuda)
         if uploaded or (arrived and not (tensors and all(each.is_cuda for each in tensors))):
             return "moved", uploaded or f".{name}(...)"
@@ -190,7 +189,7 @@ class Watch(Listener):
     def _judge_as_on_cuda(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
-        """Return the same in a run on the CPU, as if its module and batches were on a GPU."""
+        """Return the same for a run on the CPU, as if its module and batches were on a GPU."""
         on_host = self.origins.are_on_host(tensors)
         if isinstance(result, torch.Tensor) and self.origins.follow(name, args, kwargs, tensors, result):
             return "moved", f".{name}(...)"
@@ -204,7 +203,7 @@ class Watch(Listener):
         return ("moved", uploaded) if uploaded else ("", "")
 
     def _note_wait(self, frame: FrameType) -> None:
-        """Torch warns of a wait: ``call`` names it, unless it is in a hook of the backward pass or in none."""
+        """Record a wait that torch reported: ``call`` names it, unless it is in a backward hook or outside any call."""
         if self._calling == threading.get_ident():
             self._waited = True
         else:
@@ -212,7 +211,7 @@ class Watch(Listener):
 
 
 class _Functions(TorchFunctionMode):
-    """Has a ``Watch`` call torch's functions, from its ``resume`` to its ``pause``, and changes none of them."""
+    """Passes calls of torch functions to a ``Watch``, from ``resume`` to ``pause``, without changing them."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -223,7 +222,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _bias_before(tensor: torch.Tensor) -> set[int]:
-    """Return the id of the bias of the layer that put out ``tensor``, as autograd recorded it."""
+    """Return the id of the bias of the layer that computed ``tensor``, as recorded by autograd."""
     node: Any = tensor.grad_fn
     places = {"ConvolutionBackward0": 2, "AddmmBackward0": 0}
     if node is None or node.name() not in places:
@@ -234,14 +233,14 @@ def _bias_before(tensor: torch.Tensor) -> set[int]:
 
 @contextmanager
 def report_waits(note: Callable[[FrameType], None]) -> Iterator[None]:
-    """Call ``note`` with the frame of each call that waits for the device while the block lasts.
+    """Call ``note`` with the frame of each call inside the block that waits for the device.
 
-    Torch warns of such calls in the mode ``torch.cuda.set_sync_debug_mode("warn")``. Each warning is taken, however
-    often its line has warned before; others are shown as ever. What Python's other threads wait for delays no step, and
-    is left out; hooks of the backward pass run in threads of torch's own, for which the step waits.
+    Torch warns about such calls in the mode ``torch.cuda.set_sync_debug_mode("warn")``. Every warning is caught,
+    however often its line has warned before; other warnings are shown as usual. Waits in other Python threads delay no
+    step and are ignored; backward hooks run in torch's own threads, for which the step does wait.
 
-    Afterwards the mode, the filters and the function that shows warnings are those of before. A mode that the user has
-    set stays: ``"error"`` still ends the run, and in ``"warn"`` the warnings are shown, too.
+    Afterwards the mode, the warning filters and ``showwarning`` are restored. A mode set by the user stays in effect:
+    ``"error"`` still ends the run, and with ``"warn"`` the warnings are also shown.
     """
     before, thread = torch.cuda.get_sync_debug_mode(), threading.current_thread()
     with warnings.catch_warnings():
@@ -255,7 +254,7 @@ def report_waits(note: Callable[[FrameType], None]) -> Iterator[None]:
             if before or not is_wait:
                 show(message, *where, **more)
 
-        warnings.filterwarnings("ignore", PROTOTYPE)  # which torch says once a process, when the mode is set
+        warnings.filterwarnings("ignore", PROTOTYPE)  # torch issues it once per process, when the mode is set
         warnings.filterwarnings("always", WAIT)
         warnings.showwarning = take
         torch.cuda.set_sync_debug_mode(before or "warn")
@@ -266,7 +265,7 @@ def report_waits(note: Callable[[FrameType], None]) -> Iterator[None]:
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """Return the innermost frame outside of Python's module of warnings."""
+    """Return the innermost frame outside Python's warnings module."""
     while str(frame.f_globals.get("__name__")) in ("warnings", "_py_warnings") and frame.f_back is not None:
         frame = frame.f_back
     return frame

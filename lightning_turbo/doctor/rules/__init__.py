@@ -1,4 +1,4 @@
-"""The rules: each a pure function from facts to findings, with its threshold and its card."""
+"""The rules: each is a pure function from facts to findings, with a threshold and a card."""
 
 from lightning_turbo.doctor import guard
 from lightning_turbo.doctor.facts import Facts
@@ -15,14 +15,14 @@ def diagnose(facts: Facts) -> list[Finding]:
         facts: What was measured.
 
     Returns:
-        The findings, the gravest first and, among equals, the costliest first.
+        The findings, most severe first and, within a level, most expensive first.
     """
     findings = [finding for each in RULES for finding in _apply(each, facts)]
     return sorted(findings, key=lambda each: (LEVELS.index(each.level), -each.an_epoch(facts)))
 
 
 def _apply(rule: Rule, facts: Facts) -> list[Finding]:
-    """Return a rule's findings; a rule with an error of its own finds nothing, and one line says so."""
+    """Return a rule's findings; if the rule raises an error, report it in one line and return none."""
     try:
         return rule.findings(facts)
     except Exception as error:

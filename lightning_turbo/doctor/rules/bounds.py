@@ -1,4 +1,4 @@
-"""Rules on what bounds the step: each verdict but that of waiting for data has its finding here."""
+"""Rules about what bounds the step; every verdict except waiting for data has its finding here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_turbo.doctor.rules.rule import Hit, rule
 __all__: list[str] = []
 
 TURBO = {"SingleDeviceStrategy": "turbo", "DDPStrategy": "turbo_ddp"}
-"""The strategy that can take another one's place."""
+"""The strategy that can replace another one."""
 
 
 def _hit(facts: Facts, bound: str, what: str, level: str, remedy: str) -> Hit:
     seconds = facts.seconds_in(BOUNDS[bound])
     share = seconds / facts.step
-    # Not by ``format``: the names of hooks may hold braces.
+    # Not with ``format``, because names of hooks may contain braces.
     said = what.replace("{share}", f"{share:.0%}")
     return Hit(said, None, "{ms} ms a step (measured)", level, seconds=seconds, remedy=remedy)
 
@@ -29,7 +29,7 @@ def _level(facts: Facts, bound: str) -> str:
 def _compute_bound(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "compute":
         return
-    # What may help is a guess from the settings, and tune measures it.
+    # What may help is guessed from the settings; tune measures it.
     remedies = []
     if facts.run.precision.startswith("32"):
         where = "" if facts.cuda else ", on a CPU with instructions for bfloat16,"
@@ -59,7 +59,7 @@ def _copy_bound(facts: Facts) -> Iterator[Hit]:
 
 @rule("loop-overhead", "turbo-strategy", "Do the work of hooks and callbacks every so many steps only.", by_time=True)
 def _loop_overhead(facts: Facts) -> Iterator[Hit]:
-    # A step that waits for data may pay for the loop as well; then both are said.
+    # A step that waits for data may also suffer from the loop; then both are reported.
     if facts.bound != "loop" and not facts.pays_for_loop:
         return
     what = "{share} of the step is hooks, callbacks and logging"

@@ -1,4 +1,4 @@
-"""Rules on the data's way to the step."""
+"""Rules about the path of the data to the step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_turbo.doctor.rules.rule import Hit, rule
 
 __all__: list[str] = []
 
-LARGE = 8 * 2**20  # bytes of a batch above which its copy takes a visible time
-FAR_SMALLER = 4  # times the bytes of the batch that are read; decoded images and numbers in text stay below
-MANY = 32  # tensors of a batch from which handing them over is worth a word
-MUCH = 2**20  # bytes a step below which nobody cares what is read
+LARGE = 8 * 2**20  # bytes of a batch above which its copy takes noticeable time
+FAR_SMALLER = 4  # ratio of bytes read to bytes in the batch; decoded images and numbers as text stay below
+MANY = 32  # tensors per batch from which passing them between processes matters
+MUCH = 2**20  # bytes per step below which reading does not matter
 
 
 def _is_slow(facts: Facts) -> bool:
@@ -33,7 +33,7 @@ FASTER = "PackedDataset serves data that fits one file, DALI images."
 def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "data":
         return
-    # What helps follows from how long the step waits, and from whether something loads ahead already.
+    # The remedy depends on how long the step waits, and on whether something already loads ahead.
     what, remedy = f"{facts.waiting:.0%} of the step is spent waiting for data", ""
     if not _is_slow(facts):
         remedy = (
@@ -41,7 +41,7 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
             "batch by one call; larger batches need fewer calls."
         )
     elif facts.loader.draws:
-        # Such a loader loads in the calling thread, where a background thread would have no effect.
+        # Such a loader loads in the calling thread, so a background thread would have no effect.
         remedy = (
             f"Loading {facts.loader.draws}, so that it stays in the calling thread: "
             "DataLoader(num_workers=1, persistent_workers=True) loads ahead in a process, with Prefetch() behind it. "
@@ -81,8 +81,8 @@ def _workers(facts: Facts) -> Iterator[Hit]:
     where = f" in each of {ranks} ranks" if ranks > 1 else ""
     what = f"num_workers={workers}{where} on {facts.run.cores} cores"
     cost = "part of what the step waits for data"
-    # Too many is said of any step, because they cost memory; too few only where the step waits for them. Ranks may
-    # share the cores or have been given some each, so that what is said has to be true of both.
+    # Too many workers are reported for any step, because they cost memory; too few only if the step waits for them.
+    # Ranks may share the cores or have their own, so the message must be true in both cases.
     if workers > facts.run.cores:
         yield Hit(what, facts.loader.site, "memory and switches for each worker", "warning" if slow else "info")
     elif slow and facts.loader.standard and 2 * workers * ranks < facts.run.cores:
@@ -94,7 +94,7 @@ def _workers(facts: Facts) -> Iterator[Hit]:
 @rule("pin-memory", "device-prefetch", "DataLoader(pin_memory=True).")
 def _pin_memory(facts: Facts) -> Iterator[Hit]:
     loader, size = facts.loader, facts.batch
-    # One thread pins all of them, one by one, which costs more than it saves where they are many and in no buffer.
+    # One thread pins all tensors one at a time, which costs more than it saves for many tensors outside one buffer.
     few = facts.objects < MANY or loader.prefetches
     if facts.cuda and loader.standard and not loader.pin_memory and few:
         what = f"pin_memory=False with batches of {size / 2**20:.1f} MiB"
@@ -111,7 +111,7 @@ def _pin_memory(facts: Facts) -> Iterator[Hit]:
 )
 def _many_objects(facts: Facts) -> Iterator[Hit]:
     loader = facts.loader
-    # The small tensors of a PrefetchLoader's batch cross in one buffer.
+    # A PrefetchLoader passes the small tensors of a batch in one buffer.
     if loader.workers and facts.objects >= MANY and not loader.prefetches:
         what = (
             f"each batch crosses from worker to trainer as {facts.objects} tensors, each with a file descriptor and a "
@@ -131,8 +131,8 @@ def _many_objects(facts: Facts) -> Iterator[Hit]:
 )
 def _lost_sampler(facts: Facts) -> Iterator[Hit]:
     loader, ranks = facts.loader, facts.run.world_size
-    # ``None`` is a sampler that may split the data itself; an IterableDataset has no sampler to lose. Who wants no
-    # sampler of the Trainer's has another way, such as a part of the data for each rank.
+    # ``None`` means a sampler that may split the data itself; an IterableDataset has no sampler to lose. A user who
+    # disables the Trainer's sampler splits the data in another way.
     lost = loader.sharded is False and not loader.iterable_dataset and facts.run.gives_sampler
     if ranks > 1 and lost:
         what = f"{loader.type} with sampler {loader.sampler} does not split the data over {ranks} ranks"

@@ -1,4 +1,4 @@
-"""Rules on the whole fit: what each epoch costs beside its steps."""
+"""Rules about the whole fit: what each epoch costs besides its steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_turbo.doctor.rules.rule import Hit, rule
 __all__: list[str] = []
 
 SHARE = 0.10
-"""Share of an epoch from which a part of it beside its steps is worth a warning; a choice, not a measurement."""
+"""Share of an epoch from which a part besides its steps justifies a warning; a choice, not a measurement."""
 LEAST = 0.25
-"""Seconds of an epoch that are worth a warning; a choice as well."""
+"""Seconds per epoch that justify a warning; a choice as well."""
 FEW_BATCHES = 50
-"""Batches of an epoch below which the start of worker processes counts, where it was not measured."""
+"""In epochs with fewer batches, the start of worker processes matters, if it was not measured."""
 
 
 def _level(facts: Facts, seconds: float) -> str:
-    """Return the level of what takes some seconds of each epoch."""
+    """Return the level of something that takes this many seconds per epoch."""
     return "warning" if seconds > LEAST and seconds > SHARE * facts.fit.each() else "info"
 
 
@@ -66,7 +66,7 @@ def _starts_again(loader: Loader) -> bool:
     "Datasets that are pickled to the workers should hold arrays in place of long lists, or load by PrefetchLoader.",
 )
 def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
-    # Of worker processes that start again the rule on them tells.
+    # The rule about persistent workers covers restarted worker processes.
     if _starts_again(facts.loader):
         return
     beyond = facts.fit.each("start", "first batch") - facts.phases.get("data", 0.0)
@@ -130,6 +130,6 @@ def _slow_hook(facts: Facts) -> Iterator[Hit]:
 
 
 def _name(hook: HookTime) -> str:
-    """Return what the user calls a hook: without the kind of its owner and the arguments in its key."""
+    """Return the user's name for a hook: without the kind of its owner and the arguments in its key."""
     owner, _, name = hook.name.partition("]")[2].rpartition(".")
     return f"{owner.partition('{')[0]}.{name}"

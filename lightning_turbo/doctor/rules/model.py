@@ -1,4 +1,4 @@
-"""Rules on the model, what it keeps, its compilation, and a switch that is left on."""
+"""Rules about the model, what it retains, its compilation, and debugging switches that were left on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _graph_breaks(facts: Facts) -> Iterator[Hit]:
 )
 def _recompiles(facts: Facts) -> Iterator[Hit]:
     if facts.seen.recompilations:
-        # One reason stands for all: a shape that changes gives one for each size.
+        # One reason stands for all: a changing shape gives a reason for each size.
         count, (why, *_) = sum(facts.seen.recompilations.values()), facts.seen.recompilations
         what = f"torch.compile compiled {count} times again after the warmup, such as {why}"
         yield Hit(what, None, "seconds for each (estimated)")
@@ -65,7 +65,7 @@ def _recompiles(facts: Facts) -> Iterator[Hit]:
 )
 def _anomaly_mode(facts: Facts) -> Iterator[Hit]:
     cost = "each operation records a stack trace and each gradient is checked for NaN, with a host sync"
-    # Switched on for the run, where the Trainer is made or by a call, or within the step.
+    # Switched on for the run, in the Trainer or by a call, or inside the step.
     if facts.seen.anomaly:
         yield Hit("autograd's anomaly detection is on", facts.seen.anomaly_site, cost)
     yield from hits_of_calls(facts, "anomaly", "{name} is entered in the step", cost, "warning")

@@ -1,4 +1,4 @@
-"""Rules on number formats, the loss scale, optimizers, accumulation and schedules."""
+"""Rules about number formats, loss scaling, optimizers, accumulation and schedulers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 __all__: list[str] = []
 
 MANY_GROUPS = 32
-"""Groups of parameters from which their number is worth a word."""
+"""Number of parameter groups that is worth reporting."""
 OPTIMIZER = 0.05
-"""Share of the step from which an optimizer with many groups is worth a warning."""
+"""Share of the step from which an optimizer with many groups justifies a warning."""
 
 
 @rule(
@@ -22,7 +22,8 @@ OPTIMIZER = 0.05
 )
 def _loop_optimizer(facts: Facts) -> Iterator[Hit]:
     cost = f"part of {facts.phases.get('optimizer', 0.0) * 1e3:.2f} ms a step in the optimizer (measured)"
-    # Left to itself torch takes foreach on a GPU, where fused is worth a word; elsewhere only a foreach=False is.
+    # By default torch uses foreach on a GPU, where fused is worth suggesting; elsewhere only foreach=False is a
+    # problem.
     for each in facts.optimizers:
         if each.one_by_one:
             yield Hit(f"{each.name}(foreach=False) steps its parameters one by one", each.site, cost)
@@ -52,7 +53,7 @@ def _small_groups(facts: Facts) -> Iterator[Hit]:
 @rule("short-window", "exact-accumulation", "Use ExactAccumulation, or drop the last batches.")
 def _short_window(facts: Facts) -> Iterator[Hit]:
     rest = facts.run.batches % facts.run.accumulate
-    # Of infinitely many batches nothing is left, but NaN.
+    # With infinitely many batches the remainder is NaN.
     if rest > 0 and facts.run.ends_epoch and not facts.run.exact_windows:
         what = f"the last {rest} of {facts.run.batches} batches are divided by {facts.run.accumulate}"
         cost = f"the epoch's last step is {rest}/{facts.run.accumulate} of what it should be"
@@ -65,7 +66,7 @@ def _short_window(facts: Facts) -> Iterator[Hit]:
     "Return {'scheduler': ..., 'interval': 'step'} from configure_optimizers; cyclic_lr does it for CyclicLR.",
 )
 def _stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
-    # In manual optimization the user steps the schedule, and ``interval`` says nothing.
+    # In manual optimization the user steps the scheduler, and ``interval`` means nothing.
     for each in facts.schedulers if facts.run.automatic else ():
         if each.interval == "epoch" and each.length > facts.run.epochs:
             what = (
@@ -81,7 +82,7 @@ def _stepped_per_epoch(facts: Facts) -> Iterator[Hit]:
     "torch.set_float32_matmul_precision('high').",
 )
 def _float32(facts: Facts) -> Iterator[Hit]:
-    # Tensor cores came with capability 7.0, and TF32, which they take from float32, with 8.0.
+    # Tensor cores came with compute capability 7.0; TF32, which lets them process float32, came with 8.0.
     major, minor = facts.run.capability
     fast = facts.run.tf32 and major >= 8
     if major >= 7 and facts.run.precision.startswith("32") and not fast:

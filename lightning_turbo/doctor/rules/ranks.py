@@ -1,4 +1,4 @@
-"""The rule on several ranks: who waits for whom."""
+"""The rule about several ranks: which rank waits for which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {
     "loop": "Lightning's loop",
 }
 MANY = 10
-"""The factor from which the difference says more."""
+"""From this factor on, the difference in seconds is more informative."""
 
 
 @rule(
@@ -34,7 +34,7 @@ def _slow_rank(facts: Facts) -> Iterator[Hit]:
         doing = own.hook if slow.place == "hooks" else NAMES.get(slow.place, slow.place)
         times = f"{slow.factor:.1f} times as long as" if slow.factor < MANY else f"{_time(slow)} longer than"
         what = f"rank {slow.rank} takes {times} the others: {doing}"
-        # What happens once costs seconds of a whole run; in each step it costs a share of the run.
+        # A single event costs seconds of a whole run; one in each step costs a share of the run.
         level = "info" if slow.once else "warning"
         yield Hit(what, own.sites.get(slow.place), _cost(slow, len(facts.ranks)), level, seconds=slow.waited)
 

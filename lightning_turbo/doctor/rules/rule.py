@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and how what it finds is grouped: one finding for a cause."""
+"""Defines rules and findings, and groups hits into one finding per cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_turbo.doctor.facts import FEW, Call, Facts, Site
 __all__ = ["LAYER", "LEVELS", "RULES", "Finding", "Hit", "Place", "Rule", "hits_of_calls", "rule"]
 
 LEVELS = ("error", "warning", "info")
-"""From the gravest to the mildest: wrong results, lost time, worth knowing."""
+"""From most to least severe: wrong results, lost time, worth knowing."""
 LAYER = "a layer of torch"
 MEASURED = "{ms} ms a step (measured while watching)"
 
@@ -23,18 +23,18 @@ class Hit:
 
     what: str
     site: Site | None
-    cost: str  # measured or estimated; "{ms}" is replaced by the milliseconds of all hits of the cause
+    cost: str  # measured or estimated; "{ms}" stands for the milliseconds of all hits with this cause
     level: str = "warning"
-    name: str = ""  # of the layer or parameter, where several have one line
-    cause: str = ""  # hits with the same cause are one finding; by default the text itself
-    seconds: float = 0.0  # measured seconds a step, 0 if not measured
-    remedy: str = ""  # in place of the rule's
-    epoch_seconds: float = 0.0  # measured seconds an epoch, of what is no part of a step
+    name: str = ""  # of the layer or parameter, if several share a line
+    cause: str = ""  # hits with the same cause form one finding; default: the text
+    seconds: float = 0.0  # measured seconds per step, 0 if not measured
+    remedy: str = ""  # replaces that of the rule
+    epoch_seconds: float = 0.0  # measured seconds per epoch, outside steps
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of the user's, and the layers or parameters there that a finding is about."""
+    """A line of user code, and the layers or parameters there that a finding is about."""
 
     site: Site | None
     names: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One cause that slows or spoils the run, where it is, and what to do about it."""
+    """One cause that slows down or spoils the run, its places, and what to do about it."""
 
     rule: str
     level: str
@@ -50,9 +50,9 @@ class Finding:
     remedy: str
     card: str
     cost: str = ""
-    seconds: float = 0.0  # measured seconds a step
-    epoch_seconds: float = 0.0  # measured seconds an epoch, of what is no part of a step
-    count: int = 1  # how many places there are
+    seconds: float = 0.0  # measured seconds per step
+    epoch_seconds: float = 0.0  # measured seconds per epoch, outside steps
+    count: int = 1  # number of places
     places: tuple[Place, ...] = ()
 
     @property
@@ -61,24 +61,24 @@ class Finding:
         return self.places[0].site if self.places else None
 
     def an_epoch(self, facts: Facts) -> float:
-        """Return the seconds that it costs in an epoch of the run."""
+        """Return the seconds that it costs per epoch of the run."""
         batches = facts.run.batches if facts.run.batches < math.inf else facts.fit.batches or 1
         return self.seconds * batches + self.epoch_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pure function from facts to hits; docs/symptoms.md says when it speaks."""
+    """A pure function from facts to hits; docs/symptoms.md says when it reports."""
 
     name: str
-    card: str  # the card in docs/cards that tells more, without ".md"
+    card: str  # the card in docs/cards with more information, without ".md"
     remedy: str
     check: Callable[[Facts], Iterable[Hit]]
-    by_time: bool = False  # whether its warnings are about the times of steps, of which a few tell nothing
+    by_time: bool = False  # whether its warnings are about step times, which need enough timed steps
 
     def findings(self, facts: Facts) -> list[Finding]:
-        """Apply the rule to ``facts``; hits of one cause become one finding."""
-        # By the remedy as well: lines with one cause that need another change are another finding.
+        """Apply the rule to ``facts``; hits with one cause become one finding."""
+        # Grouped by remedy as well, because lines that need different changes are different findings.
         groups: dict[tuple[str, str, str], list[Hit]] = {}
         for hit in self.check(facts):
             if self.by_time and facts.timed < FEW and hit.level == "warning":
@@ -112,7 +112,7 @@ RULES: list[Rule] = []
 def rule(
     name: str, card: str, remedy: str, *, by_time: bool = False
 ) -> Callable[[Callable[[Facts], Iterable[Hit]]], Rule]:
-    """Add a rule made of the decorated function, which yields hits for the facts that it gets."""
+    """Register a rule with the decorated function, which yields hits for the given facts."""
 
     def add(check: Callable[[Facts], Iterable[Hit]]) -> Rule:
         RULES.append(Rule(name, card, remedy, check, by_time))
@@ -129,15 +129,15 @@ def hits_of_calls(
     level: str = "",
     remedies: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Hit]:
-    """Yield a hit for each call of a kind; without ``level`` a call in half of the steps or more is a warning.
+    """Yield a hit for each call of a kind; without ``level``, one in at least half of the steps is a warning.
 
     Args:
         facts: What was measured.
         kind: The calls' kind.
-        what: What is said, with ``{name}``, ``{rate}`` and ``{within}`` of the call.
-        cost: What it costs, with ``{ms}`` for the measured milliseconds a step.
+        what: The message, with ``{name}``, ``{rate}`` and ``{within}`` of the call.
+        cost: The cost, with ``{ms}`` for the measured milliseconds per step.
         level: The level, whatever the rate.
-        remedies: What to do, by the library that does it.
+        remedies: Remedies by the library that makes the call.
     """
     steps = max(facts.seen.watched, 1)
     for call in (each for each in facts.seen.calls if each.kind == kind):
@@ -155,7 +155,7 @@ def hits_of_calls(
 
 
 def _level(call: Call, steps: int) -> str:
-    # In fewer than half of the steps it may be meant, as logging every so often is; a layer of torch is not the user's.
+    # In fewer than half of the steps it may be intended, like occasional logging; a layer of torch is not the user's.
     return "warning" if 2 * call.steps >= steps and call.within != LAYER else "info"
 
 

@@ -1,4 +1,4 @@
-"""Rules on what the step makes the host or the device wait for."""
+"""Rules about what makes the host or the device wait in a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_turbo.doctor.rules.rule import LAYER, Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
-COPYING = 0.01  # share of the step from which the copy of an array is worth a warning; a choice
-LEAST_WAIT = 5e-4  # seconds of a step below which nobody cares what it waits for
+COPYING = 0.01  # share of the step from which copying an array justifies a warning; a choice
+LEAST_WAIT = 5e-4  # shorter waits, in seconds per step, do not matter
 FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
 
-# A library that fetches values when the user's line calls it -> what the user can do about it.
+# A library that copies values to the host when the user's line calls it -> what the user can do.
 REMEDIES = {
     "torch.distributions": "The distribution checks its arguments: make it with validate_args=False, or call "
     "torch.distributions.Distribution.set_default_validate_args(False) once.",
@@ -26,7 +26,7 @@ REMEDIES = {
 
 
 def _price(facts: Facts, hits: Iterator[Hit]) -> Iterator[Hit]:
-    """On a CPU nothing waits and nothing is copied: the hits stay as info, without a cost."""
+    """On a CPU nothing waits and nothing is copied: the hits become info, without a cost."""
     for hit in hits:
         yield hit if facts.cuda else replace(hit, level="info", cost=FREE, seconds=0.0)
 
@@ -39,7 +39,7 @@ def _price(facts: Facts, hits: Iterator[Hit]) -> Iterator[Hit]:
     by_time=True,
 )
 def _waits_without_computing(facts: Facts) -> Iterator[Hit]:
-    # Of a watched step: the calls themselves are not slowed by the watching.
+    # Times are from watched steps: watching does not slow these calls down.
     for hit in hits_of_calls(facts, "wait", "the step waits in {name} without computing, {rate}", level="warning"):
         if hit.seconds <= max(LEAST_WAIT, COPYING * facts.step):
             continue
