@@ -276,6 +276,9 @@ class Turns:
         for name in list(self.alive):
             self._progress.show(f"{self._title}{name}, ending")
             event = self._event(name, timeout)
+            # A process whose way over a border was interrupted answers that order first.
+            while event is not None and event["event"] != "done":
+                event = self._event(name, timeout)
             if event is not None:
                 self.rows[name].update(status="ok", numbers=event["numbers"], peak_bytes=event["peak_bytes"])
                 self.alive.pop(name).close()

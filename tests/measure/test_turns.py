@@ -44,8 +44,10 @@ class Machine:
 
 
 class FakeProcess:
+    """Answers its orders one by one, also those that nobody waited for."""
+
     def __init__(self, machine, name):
-        self.machine, self.name, self.order = machine, name, None
+        self.machine, self.name, self.orders = machine, name, [None]
         self.resume()
 
     def resume(self):
@@ -56,19 +58,22 @@ class FakeProcess:
         self.machine.running -= 1
 
     def tell(self, order):
-        self.order = order["order"]
+        self.orders.append(order["order"])
         self.resume()
 
     def listen(self, timeout, check):
         check()
+        order = self.orders.pop(0)
         fault = self.machine.fails.get(self.name)
-        if fault == (self.order or "start"):
+        if fault == (order or "start"):
             raise ProcessError("gone")
-        if self.order == "end" or fault == f"{self.order or 'start'} done":
+        if order == "end" or fault == f"{order or 'start'} done":
             return {"event": "done", "numbers": {"n": 1}, "peak_bytes": 0}
-        self.machine.clock[0] += ROUND if self.order else START
-        self.machine.order += [self.name] * bool(self.order)
-        return {"event": "round" if self.order else "ready", "seconds": ROUND, "steps": 1, "samples": 0}
+        self.machine.clock[0] += ROUND if order else START
+        self.machine.order += [self.name] * bool(order)
+        if order == "border":
+            return {"event": "border"}
+        return {"event": "round" if order else "ready", "seconds": ROUND, "steps": 1, "samples": 0}
 
     def close(self, grace=0.0):
         self.machine.open.discard(self.name)
@@ -156,5 +161,16 @@ def test_what_was_measured_before_an_interruption_is_kept(clock):
     with pytest.raises(InterruptedRunError):
         Turns(machine, rows, interrupt=Interrupt(34.5), progress=MagicMock()).run("abc", ORDER, rounds=1000)
     assert [len(row["rounds"]) for row in rows.values()] == [1, 2, 2]
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert not machine.open
+
+
+def test_an_interruption_at_the_border_of_an_epoch_keeps_what_was_measured(clock):
+    machine = Machine(clock)
+    rows = {name: new_row() for name in "abc"}
+    with pytest.raises(InterruptedRunError):
+        # Starts take 30 seconds and six rounds 6: the time is up on the way of the first process over its border.
+        Turns(machine, rows, interrupt=Interrupt(36.5), progress=MagicMock()).run("abc", ORDER, rounds=2, border=True)
+    assert [row["numbers"] for row in rows.values()] == [{"n": 1}] * 3
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open
