@@ -1,4 +1,4 @@
-"""The largest batch that fits into the memory, and the size that is the fastest a sample."""
+"""Finds the largest batch that fits into memory and the size that is fastest per sample."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_turbo.tune.worker import OUT_OF_MEMORY
 
 __all__ = ["BatchSizes"]
 
-RIVALS = 3  # sizes that are compared with the script's
-PASSES = 6  # over these; their number is fixed beforehand, as in the last comparison of a search
-EPOCH_SECONDS = 2.0  # up to which a round is of whole epochs
-SQUARE_ROOT = ("Adam", "Lamb")  # in names of optimizers whose steps do not grow with the gradient
+RIVALS = 3  # number of sizes to compare with the script's
+PASSES = 6  # fixed in advance, as in the final comparison of a search
+EPOCH_SECONDS = 2.0  # rounds consist of whole epochs if an epoch is at most this long
+SQUARE_ROOT = ("Adam", "Lamb")  # optimizers whose steps do not scale with the gradient
 
 
 class BatchSizes:
-    """Doubles the batch until it does not fit, halves what is between, and compares the fastest sizes.
+    """Doubles the batch size until it does not fit, bisects, and compares the fastest sizes.
 
-    Each process runs alone, because two would share the memory: sizes alternate process by process.
+    Each process runs alone, because two would share the memory; sizes alternate from process to process.
 
-    Who starts it: ``run_tune``, by ``run``. What ends it: as many comparisons as are asked for, the end of the time, or
-    Ctrl-C. What always holds: the script's own size is the first row.
+    ``run_tune`` creates it and calls ``run``, which ends after all comparisons, when the time is over, or after Ctrl-C.
+    The script's own size is always the first row.
     """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.rows: dict[int, dict[str, Any]] = {}  # by size: its first process; the script's size is the first one
-        self.against: dict[int, Comparison] = {}  # times a sample, against the script's size
-        self.ended = ""  # why no larger one was tried
-        self.facts: dict[str, Any] = {}  # of ``probe.describe_batches``
-        # An epoch takes about as long with any size. Its start and its last batch count for all sizes, or for none.
+        self.rows: dict[int, dict[str, Any]] = {}  # size -> its first process; the script's size comes first
+        self.against: dict[int, Comparison] = {}  # times per sample, compared with the script's size
+        self.ended = ""  # why no larger size was tried
+        self.facts: dict[str, Any] = {}  # from ``probe.describe_batches``
+        # An epoch takes about equally long with any size. Its start and last batch count for all sizes or for none.
         self.whole_epochs = False
 
     @property
@@ -45,27 +45,27 @@ class BatchSizes:
 
     @property
     def fitting(self) -> list[int]:
-        """The sizes that fit, from small to large."""
+        """The sizes that fit, in ascending order."""
         return sorted(size for size, row in self.rows.items() if row["status"] == "ok")
 
     @property
     def best(self) -> int:
-        """The fastest size a sample that gains beyond noise, or the script's."""
+        """The size that is fastest per sample beyond noise, or the script's size."""
         gaining = [size for size, each in self.against.items() if each.gains and len(each.logs) == PASSES]
         return min(gaining, key=lambda size: self.against[size].ratio, default=self.base)
 
     @property
     def compared(self) -> bool:
-        """Whether all comparisons with the script's size came to their end."""
+        """Whether all comparisons with the script's size are complete."""
         done = all(each.error or len(each.logs) == PASSES for each in self.against.values())
         return bool(self.against) and done
 
     def run(self) -> None:
-        """Measure until it is done, the time is over, or Ctrl-C; the attributes hold what is known.
+        """Measure until everything is done, the time is over, or Ctrl-C; the attributes hold the results so far.
 
         Raises:
             TurboError: If the script cannot be measured.
-            KeyboardInterrupt: After Ctrl-C before anything is known.
+            KeyboardInterrupt: After Ctrl-C before there is any result.
         """
         try:
             self._measure_own()
@@ -80,7 +80,7 @@ class BatchSizes:
             self.ended = self.ended or ("the search was ended" if pressed else "the time was over")
 
     def _measure_own(self) -> None:
-        """Measure the script's own size, and learn what it says of an epoch."""
+        """Measure the script's own size, and read the facts about its epochs."""
         first = self._measure(0)
         if first["status"] != "ok" or not first["numbers"]["batches"]["size"]:
             reason = first["reason"] or "expected a training DataLoader with a batch_size"
@@ -89,15 +89,15 @@ class BatchSizes:
         size = self.facts["size"]
         self.rows[size] = first
         self.whole_epochs = 0 < self._batches(size) * self._seconds(size) * size <= EPOCH_SECONDS
-        again = self._measure(size)  # as all others; the rounds of the first process were of three steps
+        again = self._measure(size)  # like all others; rounds of the first process had three steps
         if again["status"] == "skipped" and again["reason"] != OUT_OF_MEMORY:
             raise TurboError(f"the batch size cannot be changed: {again['reason'].rstrip('.')}.")
         self.rows[size] = again if again["status"] == "ok" else first
 
     def _grow(self) -> None:
-        """Find the largest size that fits, and measure each size on the way."""
+        """Find the largest size that fits, measuring each size on the way."""
         low, high, samples_of_an_epoch = self.base, 2 * self.base, self.facts["samples"] or math.inf
-        # low fits. high is in rows once it has failed: until then sizes double, from then on the middle is tried.
+        # low fits. Until a size has failed, sizes double; once high has failed (it is in rows), bisect.
         while high not in self.rows or high - low > max(1, low // 8):
             size = (low + high) // 2 if high in self.rows else high
             if size > samples_of_an_epoch:
@@ -116,43 +116,41 @@ class BatchSizes:
             rows = {size: self._measure(size) for size in (self.base, *rivals)}
             for size, comparison in self.against.items():
                 before = len(comparison.logs)
-                comparison.add(
-                    rows[size], rows[self.base], steps_only=True
-                )  # which adds nothing where one of them failed
-                # From times of steps to times of samples: a step of the other size has so many times the samples.
+                comparison.add(rows[size], rows[self.base], steps_only=True)  # adds nothing if one of them failed
+                # Convert times per step to times per sample: a step has this many times the samples.
                 factor = self._samples(size) / self._samples(self.base)
                 comparison.logs[before:] = [log - math.log(factor) for log in comparison.logs[before:]]
 
     def _measure(self, size: int) -> dict[str, Any]:
         configuration = Configuration(batch_size=size)
         if self.rows:
-            # Whole windows of accumulated batches: the optimizer steps after each, and at the end of an epoch.
+            # Use whole windows of accumulated batches: the optimizer steps after each, and at the end of an epoch.
             facts = self.rows[self.base]["numbers"]["facts"]
             window = self._batches(size) if self.whole_epochs else facts.get("accumulate", 1)
             self.runner.set_pace(self._seconds(self.fitting[-1]) * size, window)
         return dict(self.runner.measure([configuration])[configuration])
 
     def _batches(self, size: int) -> int:
-        """Of an epoch, as measured or as those of the script's size let expect; 0 where it is not known."""
+        """Return the batches per epoch, measured or derived from the script's size; 0 if unknown."""
         known = self.rows[size if size in self.fitting else self.base]["numbers"]["facts"].get("batches") or 0
         if size in self.fitting or not self.facts["samples"]:
             return known
         whole, rest = divmod(self.facts["samples"], size)
-        # A limit of the Trainer holds for every size.
+        # A limit set in the Trainer holds for every size.
         return min(known, whole + (rest > 0 and not self.facts["drop_last"]))
 
     def _seconds(self, size: int) -> float:
-        """Of a sample, in the first process of a size."""
+        """Return the seconds per sample in the first process of a size."""
         return statistics.median(seconds_by_sweep(self.rows[size]).values()) / self._samples(size)
 
     def _samples(self, size: int) -> float:
-        """Of a step; of whole epochs in the mean, whose last batch may be smaller."""
+        """Return the samples per step; with whole epochs the mean, because the last batch may be smaller."""
         if not self.whole_epochs or not self.facts["samples"]:
             return size
         return min(size, self.facts["samples"] / self._batches(size))
 
     def as_text(self) -> str:
-        """Return what was found in words, and a row for each size."""
+        """Return the result in words, and a row for each size."""
         said = f"The largest batch that fits is {self.fitting[-1]} ({self.ended})."
         if not self.compared:
             said += " They were not compared with one another." if len(self.fitting) > 1 else ""

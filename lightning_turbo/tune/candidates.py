@@ -1,4 +1,4 @@
-"""What is tried, as a table: what each candidate needs, what it changes, and how it is applied and written down."""
+"""The table of candidates: what each one needs and changes, and how it is applied and written down."""
 
 from __future__ import annotations
 
@@ -23,59 +23,59 @@ __all__ = [
 ]
 
 Result = Literal["same bits", "rounding", "other maths"]
-SMALL_SHARE = 0.03  # of a step; what cannot save more than this is not tried
+SMALL_SHARE = 0.03  # share of a step; candidates that cannot save more are not tried
 LITTLE = f"less than {100 * SMALL_SHARE:g} % of its time"
-LIGHTNING_MS = 0.6  # what Lightning's own loop can cost in a step, with logged values
-SHORT_EPOCH = 200  # batches; the start of a worker process takes as long as some steps
+LIGHTNING_MS = 0.6  # possible cost of Lightning's own loop per step, with logged values
+SHORT_EPOCH = 200  # in batches; starting a worker process takes as long as some steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What the first runs found out about the script and the machine; ``probe.describe`` says how."""
+    """What the first runs found out about the script and the machine; see ``probe.describe``."""
 
     step_ms: float
-    one_batch_ms: float  # of a step that is given one batch again and again
-    loader_ms: float  # of a batch from the loader alone
+    one_batch_ms: float  # per step, with the same batch every time
+    loader_ms: float  # per batch, for the loader alone
     device: str = "cpu"
     num_workers: int = 0
-    accumulate: int = 1  # batches of an optimizer step
-    batches: int | None = None  # of an epoch
-    epochs: float | None = None  # of the fit
-    validations: float = 0.0  # of an epoch, in the mean
-    border_ms: float = 0.0  # of an epoch: its end, the start of loading, and the first batch
-    validation_ms: float = 0.0  # of an epoch, all of it
-    phases: Mapping[str, float] = field(default_factory=dict)  # seconds of a step in forward, backward and optimizer
-    lacks: Sequence[str] = ()  # keys of NEEDS that the script or the machine has not
-    random_part: str = ""  # what to write in place of the dataset's random transforms that have a batched equal
-    packing: str = ""  # how long it takes and when it pays; to try it would take longer than other trials
+    accumulate: int = 1  # batches per optimizer step
+    batches: int | None = None  # per epoch
+    epochs: float | None = None  # in the fit
+    validations: float = 0.0  # mean number per epoch
+    border_ms: float = 0.0  # per epoch: its end, the start of loading, and the first batch
+    validation_ms: float = 0.0  # per epoch, for complete validations
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds per step in forward, backward and optimizer
+    lacks: Sequence[str] = ()  # keys of NEEDS that script or machine do not fulfil
+    random_part: str = ""  # code to replace random transforms that have a batched counterpart
+    packing: str = ""  # how long packing takes and when it pays off; trying it would take too long
 
     @property
     def loading(self) -> float:
-        """The largest share of a step that loading ahead can save: what the loader takes by itself.
+        """The largest share of a step that loading ahead can save: the time of the loader alone.
 
-        The difference of the other two times would say it too, on a machine that is quiet.
+        On a quiet machine, the difference of the other two times would show the same.
         """
         return min(1.0, self.loader_ms / self.step_ms)
 
     @property
     def epoch_ms(self) -> float | None:
-        """How long an epoch takes; ``None`` if its length is not known."""
+        """The duration of an epoch; ``None`` if its length is unknown."""
         if self.batches is None:
             return None
         return (self.batches - (self.border_ms > 0)) * self.step_ms + self.border_ms + self.validation_ms
 
     @property
     def waiting_ms(self) -> float:
-        """How long a step waits for data, as far as its three times say."""
+        """How long a step waits for data, according to the three times."""
         return max(0.0, min(self.step_ms - self.one_batch_ms, self.loader_ms))
 
     @property
     def loads_ahead(self) -> bool:
-        """Whether batches are prepared beside the step already."""
+        """Whether batches are already prepared in parallel to the step."""
         return self.num_workers > 0 or "no thread" in self.lacks
 
     def lack(self, need: str) -> bool:
-        """Return whether something that a candidate needs is not there."""
+        """Return whether a need of a candidate is unfulfilled."""
         if need == "loading":
             return self.loading < SMALL_SHARE
         if need == "computing":
@@ -91,7 +91,7 @@ class Baseline:
         return need in self.lacks
 
 
-# What a candidate needs, and what is said if it is not there.
+# The needs of candidates, and the explanation if one is unfulfilled.
 NEEDS = {
     "loading": f"loading a batch takes {LITTLE}",
     "computing": f"a step computes {LITTLE}",
@@ -120,16 +120,16 @@ NEEDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a Trainer and its process are given."""
+    """Settings of a Trainer and its process."""
 
-    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of a TurboStrategy, or TurboDDPStrategy
+    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of TurboStrategy or TurboDDPStrategy
     ranks: int = 1
     precision: str = ""  # the Trainer's
-    opt_level: str = ""  # of an ApexAMP
+    opt_level: str = ""  # of ApexAMP
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
     environment: Mapping[str, str] = field(default_factory=dict)  # of the process
     loader: Mapping[str, Any] = field(default_factory=dict)  # arguments of each DataLoader
-    augment_batches: bool = False  # whether the random part of the dataset's transforms is moved behind the collate
+    augment_batches: bool = False  # whether to apply random transforms after collating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,22 +138,22 @@ class Candidate(Settings):
 
     name: str
     needs: tuple[str, ...]  # keys of NEEDS
-    slot: str = ""  # shared with other candidates
-    result: Result = "same bits"  # what it may do to the result
+    slot: str = ""  # shared by alternatives
+    result: Result = "same bits"  # possible effect on the result
 
     @property
     def is_stock(self) -> bool:
-        """Whether it takes nothing of this package."""
+        """Whether it uses nothing from this package."""
         return not (self.strategy or self.opt_level or self.callbacks or self.augment_batches)
 
     @property
     def kind(self) -> str:
-        """Its slot, or its name: of the candidates of a kind at most one is chosen."""
+        """Its slot or, without one, its name; at most one candidate of a kind is chosen."""
         return self.slot or self.name
 
 
 def why_not(candidate: Candidate, baseline: Baseline) -> str:
-    """Return why a candidate is not tried, or an empty text."""
+    """Return why a candidate is not tried, or an empty string."""
     as_it_is = {"Prefetch": {"num_workers": baseline.num_workers}}
     if baseline.num_workers and candidate.callbacks == as_it_is and not candidate.environment:
         return "the loader has as many"
@@ -163,8 +163,7 @@ def why_not(candidate: Candidate, baseline: Baseline) -> str:
     return lacking
 
 
-# Shares of a phase of the step that a setting usually saves, by the begin of its name: the order of trials follows from
-# them, and nothing else.
+# Typical savings, as shares of a phase of the step, by name prefix. They only determine the order of trials.
 USUAL: Mapping[str, tuple[str, float]] = {
     "fused": ("optimizer", 0.5),
     "channels-last": ("network", 0.3),
@@ -177,11 +176,11 @@ USUAL: Mapping[str, tuple[str, float]] = {
     "threads": ("step", 0.1),
     "huge-pages": ("step", 0.1),
 }
-WITHOUT_INSTRUCTIONS = 0.1  # what remains of that for half precision on a CPU that does not compute in it
+WITHOUT_INSTRUCTIONS = 0.1  # factor for half precision on a CPU without such instructions
 
 
 def usual_saving(candidate: Candidate, baseline: Baseline, computes_in_half: bool) -> float:
-    """Return how many milliseconds a candidate usually saves at most: of a step, or of an epoch by its steps."""
+    """Return the milliseconds that a candidate usually saves at most, per step, or per epoch divided by its steps."""
     starts = baseline.border_ms / (baseline.batches or 1)
     if candidate.loader or "persistent" in candidate.name:
         return starts + (baseline.loading * baseline.step_ms if candidate.callbacks else 0.0)
@@ -197,7 +196,7 @@ def usual_saving(candidate: Candidate, baseline: Baseline, computes_in_half: boo
 
 
 def _phase_ms(phase: str, baseline: Baseline) -> float:
-    """Return the milliseconds of a part of the step; where its phases were not timed, the network takes nine tenths."""
+    """Return the milliseconds of a phase of the step; without measured phases, the network takes nine tenths."""
     computing = (1.0 - baseline.loading) * baseline.step_ms
     if phase == "step":
         return computing
@@ -218,7 +217,7 @@ def _loader(name: str, needs: tuple[str, ...], result: Result = "same bits", **s
 
 
 def _workers(count: int) -> list[Candidate]:
-    # Where they stay, the samples of the second epoch come in another order.
+    # With persistent workers, the samples of the second epoch come in another order.
     short = (*LOADING, "short epochs")
     return [
         _loader(f"workers-{count}", LOADING, num_workers=count),
@@ -227,9 +226,9 @@ def _workers(count: int) -> list[Candidate]:
 
 
 def list_rank_candidates(cores: int, ranks: int) -> list[Candidate]:
-    """Return the table for several ranks, which share the cores, with what changes their exchange."""
+    """Return the table for several ranks, which share the cores, including settings of their communication."""
     ddp: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        "host-signals": (("own strategy", "Lightning 2.6"), {"lean": False}),  # what the strategy does by itself
+        "host-signals": (("own strategy", "Lightning 2.6"), {"lean": False}),  # the strategy's own behavior
         "bucket-view": (("own strategy",), {"gradient_as_bucket_view": True}),
         "static-graph": (("own strategy", "no accumulation"), {"static_graph": True}),
     }
@@ -238,11 +237,11 @@ def list_rank_candidates(cores: int, ranks: int) -> list[Candidate]:
 
 
 def list_candidates(cores: int) -> list[Candidate]:
-    """Return the table, for a process with so many cores."""
+    """Return the table for a process with this number of cores."""
     counts = [count for count in (1, 2, 4, 8) if count <= cores]
     half = str(max(1, cores // 2))
     threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
-    # Loading ahead takes a core from the step, whose threads then wait for one another.
+    # Loading ahead takes a core away from the step, whose threads then wait for one another.
     shared: Any = {"slot": "loading", "needs": (*LOADING, "cpu", "computing"), "result": "rounding"}
     ahead = {"prefetch": {}, f"workers-{counts[-1]}": {"num_workers": counts[-1]}}
     c = Candidate
@@ -291,13 +290,13 @@ def list_candidates(cores: int) -> list[Candidate]:
 def select(
     candidates: Iterable[Candidate], only: Sequence[str] = (), without: Sequence[str] = (), same_maths: bool = False
 ) -> list[Candidate]:
-    """Return those candidates that the command line asks for.
+    """Return the candidates that the command line selects.
 
     Args:
         candidates: The table.
-        only: Patterns of names as in a shell; empty for all.
-        without: Patterns of names that are left out.
-        same_maths: Whether to leave out what may change a bit of the result.
+        only: Name patterns, as in a shell; empty for all.
+        without: Name patterns to exclude.
+        same_maths: Whether to exclude candidates that may change the result.
 
     Raises:
         TurboError: If a pattern matches no name, or nothing is left.
@@ -320,7 +319,7 @@ def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[
     return [each for each in candidates if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
 
 
-# Of a TurboStrategy: what is not chosen stays as Lightning has it.
+# Options of TurboStrategy that are not chosen keep Lightning's behavior.
 OFF: dict[str, Any] = {
     "device_prefetch": False,
     "cudnn_benchmark": None,
@@ -330,7 +329,7 @@ OFF: dict[str, Any] = {
 
 
 def combine(candidates: Iterable[Candidate]) -> Settings:
-    """Return the settings of some candidates together."""
+    """Return the combined settings of several candidates."""
     settings = Settings()
     for each in candidates:
         off = OFF | ({"gradient_as_bucket_view": False} if each.ranks > 1 else {})

@@ -1,4 +1,4 @@
-"""What ``lightning-turbo tune`` does, from settings to exit status."""
+"""The command ``lightning-turbo tune``, from settings to exit status."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from lightning_turbo.tune.search import Search
 
 __all__ = ["run_tune"]
 
-STATE = "measured.json"  # what --resume goes on from
+STATE = "measured.json"  # --resume continues from this file
 
 
 def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     """Search, write the results, and show them.
 
     Args:
-        settings: What to tune, and how.
-        stream: Where to write what was found; ``None`` takes standard output.
+        settings: What to tune and how.
+        stream: Where to print the results; ``None`` means standard output.
 
     Returns:
-        Exit status: 0, also if nothing helps; 130 after Ctrl-C.
+        Exit status: 0, even if nothing helps; 130 after Ctrl-C.
 
     Raises:
         TurboError: If the script cannot be measured, or the settings leave nothing to try.
@@ -53,7 +53,7 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
     state = _read_state(kept, origin) if settings.resume else None
     _check(settings)
     interrupt = Interrupt(60 * settings.minutes)
-    # Removed at the end, whatever the processes have left in it.
+    # Removed at the end, whatever the processes left in it.
     with tempfile.TemporaryDirectory(prefix="lightning-turbo-", ignore_cleanup_errors=True) as scratch:
         load = OtherLoad()
         progress, table = Progress(interrupt.deadline), {each.name: each for each in candidates}
@@ -65,11 +65,11 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
             search = Search(candidates, runner, same_maths=settings.same_maths)
             search.on_headroom = lambda baseline: progress.say(describe_headroom(baseline))
             _run(search, state, kept, origin)
-        # What the processes took is known when all that started them have ended.
+        # The load of the processes is known once everything that started them has ended.
         results = make_results(search, settings.command, load.cores())
         paths = write_results(search, results, settings.out)
         if settings.confirm and search.chosen.names and search.baseline is not None and not interrupt.pressed:
-            # What is known is written by now: an epoch takes as long as it takes.
+            # Results are already written, because an epoch may take any time.
             interrupt = Interrupt()
             results["epochs"] = _train_epochs(runner, search, search.baseline, interrupt)
             paths = write_results(search, results, settings.out)
@@ -78,23 +78,23 @@ def run_tune(settings: TuneSettings, stream: TextIO | None = None) -> int:
 
 
 def _run(search: Search, state: Mapping[str, Any] | None, kept: Path, origin: Mapping[str, Any]) -> None:
-    """Search, from an earlier state if there is one, and keep what was measured."""
+    """Search, starting from an earlier state if there is one, and store the measurements."""
     if state is not None:
         with _expecting_state(kept):
             search.restore(state)
     try:
         search.run()
     finally:
-        # Also where a process could not be started, or at the second Ctrl-C.
+        # Also if a process could not be started, or after a second Ctrl-C.
         if search.baseline is not None or search.interrupted:
             new = search.state()
-            # Of what this search leaves out, what an earlier one measured.
+            # Keep an earlier search's measurements of candidates that are not part of this one.
             alone = {**(state or {}).get("alone", {}), **new["alone"]}
             write_json({"of": origin, **new, "alone": alone}, kept)
 
 
 def _train_epochs(runner: ScriptRunner, search: Search, baseline: Baseline, interrupt: Interrupt) -> dict[str, Any]:
-    """Return what whole epochs say of what is chosen, and that in words."""
+    """Return the comparison of whole epochs, including a sentence."""
     seconds = (baseline.epoch_ms or 0.0) / 1e3
     with runner:
         epochs = compare_epochs(train_epochs(runner, search.chosen, seconds, interrupt), search.final)
@@ -115,7 +115,7 @@ def _tune_batch_size(runner: ScriptRunner, out: Path, stream: TextIO | None) -> 
 
 
 def _origin(settings: TuneSettings) -> dict[str, Any]:
-    """Return what has to be the same for a second run to go on."""
+    """Return what must be the same for a later run to continue."""
     program = _file_of_module(settings.program) if settings.module else Path(settings.program)
     script = "" if program is None else hashlib.sha256(program.read_bytes()).hexdigest()
     asked = {name: getattr(settings, name) for name in ("seed", "device", "ranks")}
@@ -125,7 +125,7 @@ def _origin(settings: TuneSettings) -> dict[str, Any]:
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Return the file that ``python -m`` runs; ``importlib`` would import the packages that it is in."""
+    """Return the file that ``python -m`` runs; ``importlib`` would import its parent packages."""
     for place in ("", *sys.path):
         stem = Path(place, *name.split("."))
         for file in (stem.with_name(f"{stem.name}.py"), stem / "__main__.py"):
@@ -136,7 +136,7 @@ def _file_of_module(name: str) -> Path | None:
 
 @contextmanager
 def _expecting_state(path: Path) -> Iterator[None]:
-    """Tell in one line that a file is not what ``_run`` writes."""
+    """Report in one line that a file was not written by ``_run``."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -159,7 +159,7 @@ def _read_state(path: Path, origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(settings: TuneSettings) -> None:
-    """Make the folder, and refuse a device that is not there."""
+    """Create the output folder, and raise an error for a device that does not exist."""
     import torch
 
     if settings.device == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""``lightning-turbo tune compare``: what got slower between two folders of results."""
+"""``lightning-turbo tune compare``: lists what got slower between two folders of results."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ RECOMMENDED = "with what was recommended"
 
 
 def compare_results(folders: Sequence[Path]) -> int:
-    """Print how the steps of two runs of tune differ, as they are and with what was recommended.
+    """Print how the steps of two runs of tune differ, for the unchanged script and for the recommendation.
 
-    A step got slower if the lower end of the 95 % interval of the ratio of its times is 3 % above 1: processes of two
-    runs are not measured alternately, and the margin stands for what the machine does from day to day.
+    A step got slower if the lower end of the 95 % interval of the ratio is 3 % above 1. Processes of two runs are not
+    interleaved, and the margin covers the variation of the machine from day to day.
 
     Args:
-        folders: Two, as ``--out`` named them: before and after.
+        folders: Two values of ``--out``: before and after.
 
     Returns:
-        Exit status: 0; 1 if a step got slower.
+        Exit status: 0, or 1 if a step got slower.
 
     Raises:
-        TurboError: If there are not two results, of one machine.
+        TurboError: If there are not two results from one machine.
     """
     if len(folders) != 2:
         raise TurboError(f"tune compare: expected two folders of results, got {len(folders)}.")
@@ -58,7 +58,7 @@ def _row(name: str, before: Sequence[float], after: Sequence[float]) -> list[str
 
 
 def _read(folder: Path) -> tuple[str, dict[str, list[float]]]:
-    """Return the machine, and the logarithms of the times of a step."""
+    """Return the machine, and the logarithms of the step times."""
     path = folder / "tune.json"
     if not path.is_file():
         raise TurboError(f"{str(folder)!r}: expected a folder that tune wrote, with tune.json.")
@@ -75,7 +75,7 @@ def _read(folder: Path) -> tuple[str, dict[str, list[float]]]:
 
 def _parts(results: Mapping[str, Any]) -> tuple[str, dict[str, list[float]]]:
     parts = {AS_IT_IS: results["default"].get("processes_ms", [])}
-    # Without settings the script as it is was recommended, or nothing yet.
+    # Without settings, either the unchanged script was recommended or nothing yet.
     unknown = results.get("interrupted") or results.get("verdict", "").startswith("nothing is recommended")
     chosen = results["chosen"]
     if chosen["settings"] or not unknown:

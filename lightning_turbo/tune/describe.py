@@ -1,4 +1,4 @@
-"""What a Trainer tells before its training begins: its loader, its network, and how long its epochs are."""
+"""Describes a Trainer before its training begins: its loader, its network, and the length of its epochs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRATEGIES_OF_RANKS = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 def describe(trainer: Any, module: Any) -> dict[str, Any]:
-    """Return the fields of ``Baseline`` that need no measurement, and how many batches make a step."""
+    """Return the fields of ``Baseline`` that need no measurement, and the number of batches per step."""
     loader = _training_loader(trainer)
     device = trainer.strategy.root_device.type
     batches = _whole(trainer.num_training_batches)
@@ -35,10 +35,10 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
         "no thread": not loading.prefetches,
         "new workers": loading.workers > 0 and not loading.persistent_workers,
         "not pinned": not loading.pin_memory,
-        # What a script tells DDP, as to find unused parameters, would be lost in another one.
+        # Options that a script passes to DDP, such as find_unused_parameters, would be lost in another strategy.
         "own strategy": type(trainer.strategy).__name__ in STRATEGIES_OF_RANKS
         and not getattr(trainer.strategy, "_ddp_kwargs", {}),
-        # A plugin of another class sets the precision too, whatever it is called.
+        # A plugin of another class also sets the precision, whatever its name.
         "own precision": type(trainer.precision_plugin) is Precision,
         "automatic": module.automatic_optimization,
         "optimizer": any(can_fuse(optimizer) for optimizer in trainer.optimizers),
@@ -62,7 +62,7 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
 
 
 def describe_batches(trainer: Any) -> dict[str, Any]:
-    """Return what the size of a batch depends on: the script's, the samples of an epoch, and the optimizers."""
+    """Return what depends on the batch size: the script's size, the samples per epoch, and the optimizers."""
     sampler: Any = getattr(_training_loader(trainer), "batch_sampler", None)
     return {
         "size": getattr(sampler, "batch_size", None),
@@ -73,7 +73,7 @@ def describe_batches(trainer: Any) -> dict[str, Any]:
 
 
 def describe_network(module: nn.Module) -> dict[str, bool]:
-    """Return what the network has that a candidate changes."""
+    """Return the features of the network that candidates change."""
     parts = list(module.modules())
     biased = any(isinstance(part, LAYERS) and part.bias is not None for part in parts)
     return {
@@ -84,7 +84,7 @@ def describe_network(module: nn.Module) -> dict[str, bool]:
 
 
 def _training_loader(trainer: Any) -> Any:
-    """Return the first training loader of the script, also where the probe gives one batch of it again and again."""
+    """Return the script's first training loader, even if the probe repeats one of its batches."""
     loader = combined_loader(trainer).flattened[0]
     return getattr(loader, "repeated", loader)
 
@@ -94,7 +94,7 @@ def _whole(number: float) -> int | None:
 
 
 def _epochs(trainer: Any, batches: int | None) -> float | None:
-    """Return how many epochs the script trains, or ``None`` if something else ends it."""
+    """Return the number of epochs that the script trains, or ``None`` if something else ends it."""
     if trainer.max_steps > 0 and batches:
         of_steps = trainer.max_steps * trainer.accumulate_grad_batches / batches
         return min(of_steps, trainer.max_epochs) if trainer.max_epochs and trainer.max_epochs > 0 else of_steps
@@ -102,11 +102,11 @@ def _epochs(trainer: Any, batches: int | None) -> float | None:
 
 
 def _validations(trainer: Any, batches: int | None) -> float:
-    """Return how many validations an epoch has in the mean."""
+    """Return the mean number of validations per epoch."""
     loop, every = trainer.fit_loop.epoch_loop.val_loop, trainer.val_check_batch
     if loop._combined_loader is None or loop.skip:
         return 0.0
-    if every is None or every == float("inf") or batches is None:  # by the clock, or at the end of what has no length
+    if every is None or every == float("inf") or batches is None:  # by wall-clock time, or unknown length
         return 1.0
     if trainer.check_val_every_n_epoch is None:
         return batches / every

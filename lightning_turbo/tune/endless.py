@@ -1,4 +1,4 @@
-"""A training without an end: where the script's would end, it begins again."""
+"""Endless training: where the script's training would end, it starts over."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Endless"]
 
 
 class Endless:
-    """Lets ``fit`` go on for as long as is measured, though the script reads its own ``max_epochs`` and ``max_steps``.
+    """Lets ``fit`` run as long as needed, although the script still reads its ``max_epochs`` and ``max_steps``.
 
-    At the end of the last epoch, and where a callback such as ``EarlyStopping`` stops the training, the counts of
-    epochs, steps and batches and the schedules of learning rates are put back to where the training began; the weights
-    go on. So every number that a script reads is one of its own run. Made at the start of the training; nothing puts
-    it back, because the process ends within it.
+    At the end of the last epoch, and when a callback such as ``EarlyStopping`` stops the training, the counts of
+    epochs, steps and batches and the learning rate schedulers are reset to the start of the training; the weights are
+    kept. So every number that a script reads also occurs in its normal run. Created when training starts, and never
+    undone, because the process ends inside the training.
 
     Args:
-        trainer: Whose training begins.
+        trainer: A Trainer whose training begins.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -69,11 +69,11 @@ class Endless:
             schedule.load_state_dict(copy.deepcopy(state))
         for group, options in self._options:
             for key, value in options.items():
-                if isinstance(value, Tensor):  # which a captured graph may read
+                if isinstance(value, Tensor):  # a captured graph may read it
                     group[key].copy_(value)
                 else:
                     group[key] = value
-        # Lightning makes the iterator of the first epoch before the training, and not in the epoch.
+        # Lightning creates the iterator of the first epoch before the training, not in the epoch.
         if self.trainer.current_epoch == 0:
             iter(self.fit_loop._data_fetcher)
 

@@ -1,4 +1,4 @@
-"""The last word: whole epochs without and with the recommendation, in two processes that go on alternately."""
+"""The final check: whole epochs without and with the recommendation, in two processes that alternate."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from lightning_turbo.tune.runner import ScriptRunner
 __all__ = ["compare_epochs", "describe_epochs", "train_epochs"]
 
 
-PAIRS = 10  # of processes, at most
-ENOUGH = 100.0  # seconds of pairs after which none is begun; one is trained however long it takes
-ROUNDS = 5  # of the search, in which a process trains before the other one goes on: about a second
+PAIRS = 10  # largest number of pairs of processes
+ENOUGH = 100.0  # no pair starts after this many seconds; the first runs however long it takes
+ROUNDS = 5  # rounds of the search per turn of a process, about a second
 
 
 def train_epochs(runner: ScriptRunner, chosen: Configuration, seconds: float, interrupt: Interrupt) -> dict[str, Any]:
-    """Train epochs without and with some settings: in pairs of processes that go on alternately, second by second.
+    """Train epochs without and with some settings, in pairs of processes that alternate every second.
 
     Args:
         runner: Starts the processes.
         chosen: The settings.
-        seconds: What the progress expects an epoch to take.
-        interrupt: Ends the epochs that are trained.
+        seconds: Expected duration of an epoch, for the progress.
+        interrupt: Ends the training of epochs.
 
     Returns:
-        The numbers of ``WholeEpoch`` under ``"default"`` and ``"chosen"``, of several pairs with medians of the times;
-        under ``"factors"`` how many times as fast the whole was in each pair, and under ``"error"`` why the first pair
-        is not whole.
+        The numbers of ``WholeEpoch`` under ``"default"`` and ``"chosen"``, with the medians of the times over all
+        pairs; under ``"factors"`` the speedup of each pair, and under ``"error"`` why the first pair is incomplete.
     """
     pairs: list[dict[str, Any]] = []
     configurations = [("default", Configuration(mode="epoch")), ("chosen", Configuration(chosen.names, "epoch"))]
@@ -52,7 +51,7 @@ def train_epochs(runner: ScriptRunner, chosen: Configuration, seconds: float, in
 
         begun = time.monotonic()
         while len(pairs) < PAIRS and (not pairs or time.monotonic() - begun < ENOUGH):
-            # A B B A cancels a steady drift of the machine.
+            # The order A B B A cancels a steady drift of the machine.
             pair = _train(runner, dict(configurations[:: (-1) ** len(pairs)]), check)
             if "error" in pair:
                 return _together(pairs) if pairs else pair
@@ -63,7 +62,7 @@ def train_epochs(runner: ScriptRunner, chosen: Configuration, seconds: float, in
 def _train(
     runner: ScriptRunner, configurations: Mapping[str, Configuration], check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Train an epoch of each configuration in processes that go on alternately, and return their numbers."""
+    """Train an epoch of each configuration in alternating processes, and return their numbers."""
     found: dict[str, Any] = {}
     alive: dict[str, Process] = {}
     order = {"order": "round", "lead": 0, "steps": ROUNDS * runner.order["steps"]}
@@ -83,13 +82,13 @@ def _train(
 
 
 class _EpochError(Exception):
-    """Raised where an epoch cannot be trained to its end; the text says why."""
+    """An epoch could not be completed; the message says why."""
 
 
 def _listen(
     name: str, process: Process, check: Callable[[], None], order: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Let a process train until it waits, and hold it; return its numbers by its name if its epoch is over."""
+    """Let a process train until it waits, and hold it; return its numbers by name if its epoch is over."""
     try:
         if order is not None:
             process.tell(order)
@@ -105,7 +104,7 @@ def _listen(
 
 
 def _together(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the numbers of the first pair with the medians of all times, and the factor of each pair."""
+    """Return the numbers of the first pair with the medians of all times, and the speedup of each pair."""
     found: dict[str, Any] = {name: dict(pairs[0][name]) for name in ("default", "chosen")}
     for name, time_of in ((name, time_of) for name in found for time_of in ("seconds", "steps_seconds")):
         found[name][time_of] = statistics.median(pair[name][time_of] for pair in pairs)
@@ -113,16 +112,16 @@ def _together(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def compare_epochs(found: Mapping[str, Any], promise: Comparison) -> dict[str, Any]:
-    """Return what epochs say, with the factor between them and the one that was promised.
+    """Return the result of the epochs, with the measured and the promised speedup.
 
     Args:
-        found: What ``train_epochs`` returned.
-        promise: The recommendation against the script as it is.
+        found: A result of ``train_epochs``.
+        promise: The comparison of the recommendation with the unchanged script.
 
     Returns:
-        ``found``, and unless an epoch is missing ``"share"`` of the training steps without the recommendation,
-        ``"factor"`` (how many times as fast the epoch was, the mean of the pairs), ``"interval"`` (its 95 % interval,
-        or ``None`` of one pair), ``"promised"`` and ``"expected"``: the factor of the promise, and its interval.
+        ``found`` and, unless an epoch is incomplete, ``"share"`` of training steps without the recommendation,
+        ``"factor"`` (the mean speedup of an epoch over the pairs), ``"interval"`` (its 95 % interval, or ``None`` for
+        one pair), ``"promised"`` and ``"expected"``: the promised factor and its interval.
     """
     if "error" in found:
         return dict(found)
@@ -140,7 +139,7 @@ def compare_epochs(found: Mapping[str, Any], promise: Comparison) -> dict[str, A
 
 
 def describe_epochs(epochs: Mapping[str, Any]) -> str:
-    """Return what ``compare_epochs`` returned in words: times, factors, and the metrics."""
+    """Return the result of ``compare_epochs`` in words: times, factors and metrics."""
     if "error" in epochs:
         return f"Whole epochs were not measured: {epochs['error']}."
     before, after = epochs["default"], epochs["chosen"]

@@ -1,4 +1,4 @@
-"""What is measured and what is known of it: configurations, comparisons of two, and what the losses say."""
+"""Configurations, comparisons of two configurations, and what their losses show."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightning_turbo.tune.candidates import SMALL_SHARE
 
 __all__ = ["DEFAULT", "Comparison", "Configuration", "compare_losses", "epoch_by_sweep", "epoch_parts"]
 
-MOST = 12  # pairs of processes, after which a comparison stays as it is
+MOST = 12  # largest number of pairs of processes in a comparison
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a process measures.
+    """What one process measures.
 
     Args:
-        names: Of candidates, in the order of the table; none is the script as it is.
+        names: Names of candidates, in the order of the table; empty for the unchanged script.
         mode: ``"step"``, ``"one batch"`` or ``"loader"``, see ``probe.Probe``; ``"epoch"``, see ``probe.WholeEpoch``.
     """
 
     names: tuple[str, ...] = ()
     mode: str = "step"
-    batch_size: int = 0  # of the training loaders; 0 leaves the script's
+    batch_size: int = 0  # of the training loaders; 0 keeps the script's
 
     def __str__(self) -> str:
         if self.batch_size:
@@ -44,9 +44,9 @@ DEFAULT = Configuration()
 
 
 def epoch_parts(row: Mapping[str, Any]) -> tuple[int, float, float] | None:
-    """Return what of an epoch a process has found: its batches, and the seconds of its border and its validations.
+    """Return the parts of an epoch that a process measured: batches, seconds of its border and of its validations.
 
-    ``None`` if the length of an epoch is not known. A process that has seen no border has it among its steps.
+    ``None`` if the length of an epoch is unknown. If a process has seen no border, it is among the steps.
     """
     numbers = row["numbers"]
     facts = numbers.get("facts", {})
@@ -58,7 +58,7 @@ def epoch_parts(row: Mapping[str, Any]) -> tuple[int, float, float] | None:
 
 
 def epoch_by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
-    """Return the seconds of an epoch by the steps of each round of a row; of a step where epochs have no length."""
+    """Return the seconds per epoch for each round of a row; seconds per step if epochs have no known length."""
     steps, parts = seconds_by_sweep(row), epoch_parts(row)
     if parts is None:
         return steps
@@ -68,28 +68,28 @@ def epoch_by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
 
 @dataclass
 class Comparison:
-    """One configuration against another, process by process: by the times of an epoch, where its length is known."""
+    """One configuration compared with another, process by process: by epoch times if the epoch length is known."""
 
-    logs: list[float] = field(default_factory=list)  # logarithm of the ratio of their times in each pair of processes
-    of_steps: list[float] = field(default_factory=list)  # the same of a step
-    error: str = ""  # why there are no more: what a process said that failed
-    no_effect: str = ""  # what the package itself said of the one
-    refused: bool = False  # whether it cannot be measured at all, rather than that it broke
-    losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # above and below the line
+    logs: list[float] = field(default_factory=list)  # log ratio of the times in each pair of processes
+    of_steps: list[float] = field(default_factory=list)  # the same for step times
+    error: str = ""  # why there are no more pairs: the error of a process
+    no_effect: str = ""  # this package's own warning that the first has no effect
+    refused: bool = False  # whether it cannot be measured at all, as opposed to a failure
+    losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # of numerator and denominator
 
     @property
     def ratio(self) -> float:
-        """The time of the one divided by that of the other; infinite before anything is measured."""
+        """The time of the first divided by that of the second; infinite before anything is measured."""
         return math.exp(statistics.fmean(self.logs)) if self.logs else math.inf
 
     @property
     def step_ratio(self) -> float:
-        """The ratio of the times of a step."""
+        """The ratio of the step times."""
         return math.exp(statistics.fmean(self.of_steps)) if self.of_steps else self.ratio
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the ratio, from two pairs of processes on."""
+        """The 95 % interval of the ratio; requires two pairs of processes."""
         return interval_of(self.logs)
 
     @property
@@ -99,13 +99,13 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether further processes are not worth their time: it gains, gains next to nothing, fails, or had enough."""
+        """Whether further processes are not worthwhile: it gains, gains almost nothing, fails, or has enough pairs."""
         if self.error or self.no_effect or self.gains or len(self.logs) >= MOST:
             return True
         return self.interval is not None and self.interval[0] > 1.0 - SMALL_SHARE
 
     def __str__(self) -> str:
-        """The factor, and its interval."""
+        """Return the speedup with its interval."""
         if not self.logs:
             return "not measured"
         spread = f"{1 / self.interval[1]:.2f} to {1 / self.interval[0]:.2f}" if self.interval else "in one process"
@@ -113,7 +113,7 @@ class Comparison:
         return f"{epoch} times as fast ({spread}{'' if step == epoch else f'; a step {step}'})"
 
     def add(self, above: Mapping[str, Any], below: Mapping[str, Any], *, steps_only: bool = False) -> None:
-        """Add a pair of processes; with ``steps_only`` by the times of a step alone."""
+        """Add a pair of processes; ``steps_only`` compares step times alone."""
         if above["status"] != "ok":
             self.error = (above["reason"] or above["status"]).rstrip(".")
             self.refused = above["status"] == "skipped"
@@ -127,9 +127,9 @@ class Comparison:
 
 
 def compare_losses(losses: Sequence[float | None], other: Sequence[float | None]) -> str:
-    """Return what the losses of the first steps say of two runs with the same seed.
+    """Return what the losses of the first steps show about two runs with the same seed.
 
-    It is ``"same bits"``, ``"rounding"`` (the first three agree to 1e-4), ``"other maths"``, or an empty text where
+    Either ``"same bits"``, ``"rounding"`` (the first three agree to 1e-4), ``"other maths"``, or an empty string if
     there is nothing to compare.
     """
     pairs = list(zip(losses, other, strict=False))

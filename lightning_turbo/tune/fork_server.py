@@ -1,4 +1,4 @@
-"""Processes that have torch and Lightning at once: copies of one that has imported them and done nothing else."""
+"""Starts processes with torch and Lightning already imported, as forks of a process that did nothing else."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["CAN_FORK", "ForkServer", "ForkedProcess", "main"]
 
 CAN_FORK = sys.platform == "linux"  # libraries of macOS do not survive a fork, and Windows has none
 MESSAGE = 4096  # bytes, of an order or an answer
-SECONDS = 300.0  # after which the server counts as hung
+SECONDS = 300.0  # the server counts as hung after this time
 UNKNOWN = 255  # the exit status of a process whose server has died
 
 
 class ForkServer:
     """A process that imports modules and then only forks: each ``popen`` starts a copy of it.
 
-    To import torch and Lightning takes a process several seconds, and a copy has them already.
+    Importing torch and Lightning takes several seconds; a copy has them at once.
 
-    Who starts it: the ``ScriptRunner``, one for each environment in which it starts processes. What ends it: ``close``,
-    or the end of its socket, if the runner dies. What always holds: it runs nothing of the script, computes nothing and
-    touches no device, so that a copy inherits what the imports have left, and nothing else.
+    The ``ScriptRunner`` starts one for each environment of its processes. It ends with ``close``, or at the end of its
+    socket if the runner dies. It runs no code of the script, computes nothing and touches no device, so copies inherit
+    the state after the imports and nothing else.
 
     Args:
-        modules: Names of what is imported.
-        log: File that takes what the imports print.
-        folder: Its working directory, and that of its copies.
-        environment: All variables, as its copies have them.
+        modules: Names of the modules to import.
+        log: File for the output of the imports.
+        folder: Working directory of the server and its copies.
+        environment: All environment variables, as in the copies.
     """
 
     def __init__(self, modules: Sequence[str], *, log: Path, folder: Path, environment: Mapping[str, str]) -> None:
@@ -61,12 +61,12 @@ class ForkServer:
             )
 
     def popen(self, command: Sequence[str], *, stderr: IO[bytes], **options: Any) -> ForkedProcess:
-        """Start a copy, which has a session of its own and pipes for standard input and output.
+        """Start a copy with its own session, and pipes for standard input and output.
 
         Args:
             command: ``python -m`` and a module whose ``main`` the copy calls.
-            stderr: File that takes what it prints.
-            options: Other arguments of ``subprocess.Popen``, which are those of the server.
+            stderr: File for its output.
+            options: Other arguments of ``subprocess.Popen``; ignored, because the copy has those of the server.
 
         Raises:
             TurboError: If the server has died, or cannot fork.
@@ -90,13 +90,13 @@ class ForkServer:
         return ForkedProcess(self, answer["pid"], stdin, stdout)
 
     def ask(self, order: Mapping[str, Any], files: Sequence[int] = ()) -> dict[str, Any]:
-        """Send an order, and return the answer; an empty one if the server has died."""
+        """Send an order and return the answer, or an empty dict if the server has died."""
         number = next(self._numbers)
         try:
             socket.send_fds(self._orders, [json.dumps({"number": number, **order}).encode()], files)
             while message := self._orders.recv(MESSAGE):
                 answer = json.loads(message)
-                # Ctrl-C may have left the answer to an earlier order.
+                # After Ctrl-C, the answer to an earlier order may still be in the socket.
                 if answer["number"] == number:
                     return answer
         except OSError:
@@ -104,16 +104,16 @@ class ForkServer:
         return {}
 
     def close(self) -> None:
-        """End the server; its copies go on."""
+        """End the server; its copies keep running."""
         self._orders.close()
         self._process.wait()
 
 
 class ForkedProcess:
-    """A copy of a ``ForkServer``, with the part of ``subprocess.Popen`` that ``measure.Process`` needs.
+    """A copy of a ``ForkServer``, with the part of the ``subprocess.Popen`` interface that ``measure.Process`` needs.
 
-    Who starts it: ``ForkServer.popen``. What ends it: the process itself, or ``kill``. What always holds: the server,
-    whose child it is, hears of its end; whoever waits for it does so before the server is closed.
+    ``ForkServer.popen`` starts it; it ends by itself or through ``kill``. It is a child of the server, which reports
+    its exit status, so wait for it before closing the server.
     """
 
     def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
@@ -130,10 +130,10 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return the exit status.
+        """Wait for its end and return the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: If it still runs after so many seconds.
+            subprocess.TimeoutExpired: If it still runs after this many seconds.
         """
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while (status := self.poll()) is None:
@@ -143,17 +143,17 @@ class ForkedProcess:
         return status
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """Import the modules that the command line names, and fork until the runner closes the socket."""
+    """Import the modules named on the command line, and fork until the runner closes the socket."""
     number, *modules = sys.argv[1:]
     for name in modules:
         importlib.import_module(name)
-    sys.stdout.flush()  # or each copy would print it again
+    sys.stdout.flush()  # otherwise each copy would print it again
     with socket.socket(fileno=int(number)) as orders:
         target = _serve(orders)
     if target:
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def _serve(orders: socket.socket) -> str:
-    """Answer orders; return the module to run in each copy, and an empty text in the server at its end."""
+    """Answer orders. Return the module to run, in each copy, or an empty string, at the end of the server."""
     while True:
         message, files, _, _ = socket.recv_fds(orders, MESSAGE, 3)
         if not message:
@@ -184,7 +184,7 @@ def _serve(orders: socket.socket) -> str:
             for file in files:
                 os.close(file)
             if copied > 0:
-                continue  # the copy itself answers, in its own session
+                continue  # the copy answers from its own session
             answer |= {"pid": os.getpid()} if copied == 0 else {}
         orders.send(json.dumps(answer).encode())
         if "pid" in answer:
@@ -193,7 +193,7 @@ def _serve(orders: socket.socket) -> str:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 warns where there are threads: those of a BLAS, which stops and starts them at a fork.
+        # Python 3.12 warns about threads. These belong to a BLAS library, which handles forks.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 

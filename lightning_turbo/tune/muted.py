@@ -1,4 +1,4 @@
-"""What a measured run leaves out: it writes nothing into the user's folders, and a script can read all of it."""
+"""Mutes a measured run: it writes nothing into the user's folders, but a script can read everything."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from lightning_turbo._replaced import ReplacedMethod
 
 __all__ = ["Muted", "SilentLogger"]
 
-# Loggers that write into a folder, which is another one here; and those that write nothing here by themselves.
+# Loggers that write into a folder, which is redirected; and loggers that write nothing by themselves.
 FOLDERS = {"CSVLogger", "TensorBoardLogger"}
-HARMLESS = {"DummyLogger", "WandbLogger"}  # the runner's WANDB_MODE disables the second one
-# Loggers whose names and versions are asked for at a server, or make an entry there.
+HARMLESS = {"DummyLogger", "WandbLogger"}  # WANDB_MODE, set by the runner, disables the latter
+# Loggers that ask a server for names and versions, or create an entry there.
 REMOTE = {"CometLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger"}
-# Callbacks, by the name of their class or of one that it inherits: the method of each that searches, writes files, or
-# ends the training.
+# Callbacks, by the name of their class or a base class -> their method that searches, writes files, or ends training.
 METHODS = {
     "BatchSizeFinder": "scale_batch_size",
     "LearningRateFinder": "lr_find",
     "ModelCheckpoint": "_link_checkpoint",
-    "Timer": "_check_time_remaining",  # its end would be that of each epoch from there on
+    "Timer": "_check_time_remaining",  # once over, it would end every further epoch
 }
 
 
 class SilentLogger(DummyLogger):
-    """In the place of a logger that writes somewhere: it takes every call, and has the names and settings of the other.
+    """Replaces a logger that writes somewhere: accepts every call, with the names and settings of the original.
 
     Args:
-        original: The logger of the script.
+        original: The script's logger.
     """
 
     def __init__(self, original: Any) -> None:
@@ -40,48 +39,48 @@ class SilentLogger(DummyLogger):
 
     @property
     def name(self) -> Any:
-        """Of the logger of the script, unless a server would have to be asked."""
+        """Name of the script's logger, unless that would contact a server."""
         return "muted" if self._is_remote else self.original.name
 
     @property
     def version(self) -> Any:
-        """Of the logger of the script, unless a server would have to be asked."""
+        """Version of the script's logger, unless that would contact a server."""
         return "muted" if self._is_remote else self.original.version
 
     @property
     def save_dir(self) -> Any:
-        """Of the logger of the script."""
+        """Folder of the script's logger."""
         return self.original.save_dir
 
     @property
     def log_dir(self) -> Any:
-        """Of the logger of the script."""
+        """Log folder of the script's logger, unless it is remote."""
         return None if self._is_remote else self.original.log_dir
 
     def __getattr__(self, name: str) -> Any:
-        """Return a setting of the logger of the script; for anything else a function that does nothing."""
+        """Return a setting of the script's logger, or for anything else a function that does nothing."""
         settings = vars(self).get("original")
         return vars(settings)[name] if settings is not None and name in vars(settings) else super().__getattr__(name)
 
 
 class Muted:
-    """Keeps a run from writing files, while all that a script can read of its Trainer stays.
+    """Keeps a run from writing files, while everything that a script can read from its Trainer stays.
 
-    Loggers that write files do so in a temporary folder; other loggers have a ``SilentLogger`` in their place.
-    Callbacks stay: what they save with the Trainer is not written, finders find nothing, bars draw nothing. The probe
-    of a Trainer makes one, and it lasts as long as the process.
+    Loggers that write files use a temporary folder; other loggers are replaced with a ``SilentLogger``. Callbacks stay,
+    but what they save through the Trainer is not written, finders find nothing, and progress bars draw nothing. The
+    probe of a Trainer creates it; it lasts as long as the process.
 
     Args:
-        folder: For the files of loggers; whoever starts the process removes it.
+        folder: Folder for the files of loggers; whoever starts the process removes it.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.unwritten: list[str] = []  # paths of checkpoints that the script may look for
-        self.silent: list[str] = []  # classes of loggers with another one in their place
+        self.silent: list[str] = []  # classes of replaced loggers
 
     def mute(self, trainer: Any) -> None:
-        """Mute a Trainer that begins to run."""
+        """Mute a Trainer that starts to run."""
         ReplacedMethod(trainer.strategy, "save_checkpoint", self._save)
         ReplacedMethod(trainer.strategy, "remove_checkpoint", lambda remove, filepath: None)
         trainer.loggers = [self._redirect(each, number) for number, each in enumerate(trainer.loggers)]
@@ -89,7 +88,7 @@ class Muted:
             _mute_callback(callback)
 
     def explain(self, error: BaseException) -> str:
-        """Return what was muted over which a script tripped; nothing if the error is another one."""
+        """Return which muted part made a script fail; empty if the error has another cause."""
         text = str(error)
         for path in self.unwritten:
             if Path(path).name in text:
@@ -102,10 +101,10 @@ class Muted:
         self.unwritten.append(str(filepath))
 
     def _redirect(self, logger: Any, number: int) -> Any:
-        """Return the logger itself, with another folder, or the one in its place."""
+        """Return the logger itself, redirected if necessary, or its replacement."""
         names = _names(logger)
         if names & FOLDERS:
-            # The object stays the one that the script may hold; an experiment that it has used already goes on.
+            # The script may hold a reference to the logger, so it stays; an experiment that it already uses continues.
             folder = str(Path(self.folder, f"logger {number}"))
             for name in ("_root_dir", "_save_dir"):
                 if name in vars(logger):
@@ -128,9 +127,9 @@ def _mute_callback(callback: Any) -> None:
         if kind in names:
             ReplacedMethod(callback, method, lambda replaced, *args, **options: None)
     if "ModelSummary" in names:
-        callback._max_depth = 0  # it counts and prints nothing
+        callback._max_depth = 0  # counts nothing and prints nothing
     if "SaveConfigCallback" in names:
         callback.already_saved = True
     if "ProgressBar" in names:
-        with contextlib.suppress(NotImplementedError):  # of a bar that cannot be disabled
+        with contextlib.suppress(NotImplementedError):  # for a bar that cannot be disabled
             callback.disable()

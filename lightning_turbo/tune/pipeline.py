@@ -1,4 +1,4 @@
-"""The transforms of a dataset, taken apart: how long packing takes, and the random ones moved behind the collate."""
+"""Takes a dataset's transforms apart: times packing, and moves random transforms after the collate function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_turbo.data import PackedDataset, PatchDataset, pack
 
 __all__ = ["MovedAugmentation", "describe_packing", "describe_random_part"]
 
-# Transforms of MONAI (without the d of those with keys) and torchvision -> those of lightning_turbo.augment.
+# Transforms of MONAI (without the d of dictionary transforms) and torchvision -> those of lightning_turbo.augment.
 EQUALS = {
     "RandFlip": "RandomFlip", "RandomHorizontalFlip": "RandomFlip", "RandomVerticalFlip": "RandomFlip",
     "RandAffine": "RandomAffine", "RandRotate": "RandomAffine", "RandZoom": "RandomAffine",
@@ -25,26 +25,26 @@ EQUALS = {
     "RandGaussianNoise": "RandomGaussianNoise", "RandGaussianSmooth": "RandomGaussianBlur",
     "RandSimulateLowResolution": "RandomLowResolution",
 }  # fmt: skip
-# What may stand behind the random part: of torchvision's transforms only those of space have an equal.
+# Transforms that may follow the random part; of torchvision's, only spatial ones have a counterpart.
 CONVERSIONS = ("ConvertImageDtype", "EnsureType", "Normalize", "ToDtype", "ToImage", "ToTensor")
-SECONDS, MOST_SAMPLES = 0.5, 32  # of loading, to time packing
+SECONDS, MOST_SAMPLES = 0.5, 32  # loading time and samples, to estimate packing
 
 
 def _pipeline_of(dataset: Any) -> Any:
-    """Return what a dataset, or that inside of a ``Subset``, calls on its samples."""
+    """Return what a dataset, or the one inside a ``Subset``, calls on its samples."""
     while hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     return getattr(dataset, "transform", None)
 
 
 def _kind(transform: Any) -> str:
-    """The name of a transform of MONAI or torchvision; nothing for others, whatever they are called."""
+    """Return the name of a transform of MONAI or torchvision, or an empty string for any other."""
     known = type(transform).__module__.partition(".")[0] in ("monai", "torchvision")
     return type(transform).__name__.removesuffix("d") if known else ""
 
 
 def _random_part(pipeline: Any) -> list[Any]:
-    """Return those of the last transforms that have a batched equal."""
+    """Return those of the last transforms that have a batched counterpart."""
     found = []
     for transform in reversed(getattr(pipeline, "transforms", ())):
         if _kind(transform) in EQUALS:
@@ -55,18 +55,18 @@ def _random_part(pipeline: Any) -> list[Any]:
 
 
 def _batched(transform: Any) -> tuple[str, float]:
-    """Return the batched equal, and the probability, which it has too; axes and ranges are its own."""
+    """Return the batched counterpart and the probability, which they share; axes and ranges are its own."""
     return EQUALS[_kind(transform)], getattr(transform, "prob", getattr(transform, "p", 1.0))
 
 
 def _names(found: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of the ``BatchAugmentation``: of the keys of MONAI's transforms the first is the image."""
+    """Return the arguments of ``BatchAugmentation``: the first key of MONAI's transforms is the image."""
     keys = list(dict.fromkeys(key for each in found for key in getattr(each, "keys", ())))
     return {"image": keys[0] if keys else 0, "mask": keys[1:] or None}
 
 
 def describe_random_part(dataset: Any) -> str:
-    """Return what to write for the random part of a dataset's transforms; nothing if it has no batched equal."""
+    """Return code for the random part of a dataset's transforms; empty if it has no batched counterpart."""
     found = _random_part(_pipeline_of(dataset))
     if not found:
         return ""
@@ -80,16 +80,16 @@ def describe_random_part(dataset: Any) -> str:
 
 
 class MovedAugmentation:
-    """Augments training batches at once, in place of what the dataset's last transforms do by sample."""
+    """Augments training batches at once, in place of what the dataset's last transforms do per sample."""
 
     def __init__(self, trainer: Any, strategy: Any) -> None:
         self._trainer = trainer
-        self._augmentation: augment.BatchAugmentation | None = None  # until the loader for training is known
+        self._augmentation: augment.BatchAugmentation | None = None  # until the training loader is known
         ReplacedMethod(strategy, "process_dataloader", self._take)
         ReplacedMethod(strategy, "batch_to_device", self._augment)
 
     def _take(self, process: Callable[[Any], Any], loader: Any) -> Any:
-        # The sanity check of validation asks for its loader before training does.
+        # The validation sanity check requests its loader before training does.
         if self._augmentation is None and not self._trainer.sanity_checking:
             pipeline = _pipeline_of(loader.dataset)
             found = _random_part(pipeline)
@@ -106,7 +106,7 @@ class MovedAugmentation:
 
 
 def describe_packing(loader: Any) -> str:
-    """Return how long packing takes and when it pays, by some samples before the first random transform; or why not."""
+    """Return how long packing takes and when it pays off, from some samples before random transforms; or why not."""
     dataset, whole = getattr(loader, "dataset", None), []
     if isinstance(dataset, (PackedDataset, PatchDataset)):
         return "the dataset is packed already"
@@ -142,11 +142,11 @@ def _time_packing(dataset: Any, workers: int) -> str:
 
 
 def _in_words(number: float, timed: int, load: float, write: float, read: float) -> str:
-    """Return the words for times of ``timed`` samples, of ``number`` that each process packs."""
+    """Describe the times of ``timed`` samples, for the ``number`` of samples that each process packs."""
     text = f"packing takes {number * (load + write) / timed:.2g} s ({timed} samples: {1e3 * load / timed:.2g} ms each "
     text += f"to load, {1e3 * read / timed:.2g} packed) and "
     if read >= load:
         return f"{text}saves nothing"
-    # Packing costs load + write once for each sample, and saves load - read in each epoch.
+    # Packing costs load + write once per sample, and saves load - read in each epoch.
     epoch = int((load + write) / (load - read)) + 1
     return f"{text}pays from epoch {epoch} on, where steps wait for the loader: cache_transforms() or pack_folder()"

@@ -1,7 +1,7 @@
-"""What is put into the first Trainer of a script: the settings, and a probe that counts its steps and ends it.
+"""What goes into the first Trainer of a script: the settings, and a probe that counts its steps and ends it.
 
-The script is not edited and no class of Lightning is patched. Lightning asks the entry point of ``doctor.script`` for
-callbacks while it constructs a Trainer; at that moment the settings are put into it, as its arguments would be.
+The script is not edited and no class of Lightning is patched. Lightning asks the entry point in ``doctor.script`` for
+callbacks while it constructs a Trainer; at that moment the settings are applied, as the Trainer's arguments would be.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from lightning_turbo.tune.validation import TimedValidation
 
 __all__ = ["PhaseProbe", "Probe", "WholeEpoch", "prepare_trainer", "trainer_in_construction"]
 
-LOSSES = 400  # of the first steps, to compare
+LOSSES = 400  # of the first steps, for comparison
 STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy")
 
 
 class Repeat:
-    """The first batch of a loader again and again, in epochs of the same length."""
+    """Repeats the first batch of a loader, in epochs of the same length."""
 
     def __init__(self, loader: Any) -> None:
         self.repeated = loader
@@ -59,56 +59,57 @@ class Repeat:
 
 
 class Probe(Callback):
-    """Counts the steps of ``fit``, with one batch again and again, or of the loader alone; and ends the script.
+    """Counts the steps of ``fit``, with one repeated batch, or of the loader alone, and ends the script.
 
-    A step is what lies between the ends of two batches. Where an epoch ends between them it is a border: the end of the
-    epoch with its hooks, the start of loading, and the first batch. Borders and validations are timed apart, so that an
-    epoch can be put together from its parts. ``worker.measure_program`` makes a probe for each Trainer of the script.
+    A step is the time between the ends of two batches. If an epoch ends in between, it is a border instead: the end of
+    the epoch with its hooks, the start of loading, and the first batch. Borders and validations are timed separately,
+    so that an epoch can be composed of its parts. ``worker.measure_program`` creates a probe for each Trainer of the
+    script.
 
     Args:
-        meter: Counts the steps.
-        mode: Of the configuration.
-        folder: For files that a script writes through Lightning.
+        meter: Counts and times the steps.
+        mode: The mode of the configuration.
+        folder: Folder for files that a script writes through Lightning.
     """
 
     def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
         self.meter = meter
         self.mode = mode
         self.muted = Muted(folder)
-        self.validation: TimedValidation | None = None  # from the begin of the run on
+        self.validation: TimedValidation | None = None  # set when the run begins
         self.losses: list[Tensor] = []
         self.facts: dict[str, Any] = {}
         self.borders: list[float] = []  # seconds
-        self.numbers: dict[str, Any] = {}  # what else is reported
-        self.counts_borders = False  # as steps
+        self.numbers: dict[str, Any] = {}  # further reported values
+        self.counts_borders = False  # whether borders count as steps
         self.refusal = ""
-        self.error: BaseException | None = None  # ended fit, or kept the settings out of the Trainer
+        self.error: BaseException | None = None  # ended fit, or prevented the settings from being applied
         self._waited = False
         self._is_first = False  # whether the batch is the first one of a later epoch
-        self._was_first = False  # whether the batch before was
-        self._ended = 0.0  # when the batch before did
+        self._was_first = False  # whether the previous batch was
+        self._ended = 0.0  # when the previous batch ended
 
     def refuse(self, reason: str) -> None:
-        """End the script, because it cannot be measured."""
+        """End the script because it cannot be measured."""
         self.refusal = reason
         end_program()
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """End the script at an error within the block; the script's own handlers might save what it has."""
+        """End the script on an error inside the block, because the script's own handlers might save its state."""
         try:
             yield
         except Exception as error:
             self.on_exception(None, None, error)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the script, as the first of its callbacks, before any handler of it hears of the error."""
+        """End the script, as its first callback, before any of its handlers learns of the error."""
         self.error = exception if isinstance(exception, Exception) else None
         traceback.print_exception(exception)
         end_program(1)
 
     def begin(self, trainer: Any) -> None:
-        """Let a run write nothing, and hear of everything first."""
+        """Mute a run, and receive all its events first."""
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self.muted.mute(trainer)
         loop = trainer.fit_loop.epoch_loop.val_loop
@@ -126,18 +127,18 @@ class Probe(Callback):
         }
 
     def wait(self, trainer: Any) -> None:
-        """Wait, in a step that does not count, until this process is measured: others start meanwhile."""
+        """Wait, in a step that does not count, for this process's turn; other processes start meanwhile."""
         self.meter.device = trainer.strategy.root_device
         if not self._waited and trainer.state.fn == "fit":
             self._waited = True
             self.step()
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait until this process is measured."""
+        """Wait for this process's turn."""
         self.wait(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let ``fit`` go on for as long as is measured, once this process is."""
+        """Wait for this process's turn, and make ``fit`` endless."""
         self.wait(trainer)
         Endless(trainer)
         self.facts = describe(trainer, pl_module)
@@ -150,7 +151,7 @@ class Probe(Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Note that the next batch is the first one of its epoch."""
-        # Where each batch is an epoch, a step has its border in it.
+        # If every epoch has one batch, a step includes its border.
         self._is_first = self._ended > 0.0 and trainer.num_training_batches > 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -163,7 +164,7 @@ class Probe(Callback):
             self.meter.synchronise()
             self.end_border(time.perf_counter() - self._ended - validated)
         else:
-            self.step()  # also in an epoch that something stops after its first batch
+            self.step()  # also if something stops the epoch after its first batch
         self._was_first, self._is_first = self._is_first, False
         if self.meter.border:
             self._go_to_border(trainer)
@@ -187,28 +188,28 @@ class Probe(Callback):
     def step(self) -> None:
         """Count a step, and end the script after the last one."""
         if not self.meter.step():
-            end_program()  # nothing of the script runs any more
+            end_program()  # no further code of the script runs
 
     def end_border(self, seconds: float) -> None:
-        """Keep the time of a border, which is none of the steps."""
+        """Store the time of a border, and exclude it from the steps."""
         self.borders.append(seconds)
         self.meter.leave_out(seconds)
 
     def _take_validated(self) -> float:
-        """Return the seconds of validations since the batch before."""
+        """Return the seconds of validations since the previous batch."""
         if self.validation is None:
             return 0.0
         seconds, self.validation.since_step = self.validation.since_step, 0.0
         return seconds
 
     def _go_to_border(self, trainer: Any) -> None:
-        """Let the next batch be the last one of its epoch, unless a border was timed already."""
+        """Make the next batch the last one of its epoch, unless a border was already timed."""
         batches = trainer.num_training_batches
         if self.borders or batches == float("inf") or batches < 2 or self.counts_borders or self.mode != "step":
             if not self.meter.end_border():
                 end_program()
             return
-        # The script sees the numbers of that batch, as if those between were over.
+        # The script sees the index of that batch, as if the batches in between were over.
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         progress = loop.batch_progress.current
         left_out = int(batches) - 1 - progress.ready
@@ -219,7 +220,7 @@ class Probe(Callback):
 
 
 class PhaseProbe(Probe):
-    """Times the phases of a step as well, on a CPU, where each is over before the next one begins."""
+    """Also times the phases of a step, on a CPU, where each phase is complete before the next one begins."""
 
     def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
         super().__init__(meter, mode, folder)
@@ -228,14 +229,14 @@ class PhaseProbe(Probe):
         self._last = 0.0
 
     def found(self) -> dict[str, Any]:
-        """Return the mean seconds of each phase, too."""
+        """Return the results, including the mean seconds of each phase."""
         return {
             **super().found(),
             "phases": {name: total / max(1, self._steps) for name, total in self.seconds.items()},
         }
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin with the forward pass."""
+        """Start the forward pass."""
         self._last = time.perf_counter()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -259,9 +260,9 @@ class PhaseProbe(Probe):
 
 
 class WholeEpoch(Probe):
-    """Takes the time of one epoch, as the script trains and validates it: from one first batch to the next one.
+    """Times one epoch as the script trains and validates it, from one first batch to the next.
 
-    After some batches it waits while another process trains; that time is none of the epoch's.
+    After some batches it waits while another process trains; the epoch excludes that time.
     """
 
     def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
@@ -271,11 +272,11 @@ class WholeEpoch(Probe):
         self._waits = 0.0  # seconds
 
     def wait(self, trainer: Any) -> None:
-        """Begin at once: the first wait is behind the first batch."""
+        """Do not wait yet: the first wait follows the first batch."""
         self.meter.device = trainer.strategy.root_device
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add the time since the batch before, and end the script after the first batch of the second epoch."""
+        """Add the time since the previous batch; end the script after the first batch of the second epoch."""
         now = self._now()
         if self._is_first or (self._ended and trainer.num_training_batches == 1):
             metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
@@ -294,16 +295,16 @@ class WholeEpoch(Probe):
         """Time the batch."""
         super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
         if self._ended and self.validation is not None:  # not in the sanity check
-            # What the validation takes is added to this when it ends, with the wait.
+            # The duration of the validation, including the wait, is added when it ends.
             self.validation.since_step -= self._let_others_train()
 
     def _now(self) -> float:
-        """Return the time without the waits."""
+        """Return the time, excluding waits."""
         self.meter.synchronise()
         return time.perf_counter() - self._waits
 
     def _let_others_train(self) -> float:
-        """Count a batch, wait if it was the last one for now, and return the seconds."""
+        """Count a batch, wait if it was the last one of the turn, and return the seconds of the wait."""
         before = self._now()
         self.step()
         waited = self._now() - before
@@ -312,7 +313,7 @@ class WholeEpoch(Probe):
 
 
 def trainer_in_construction() -> Any:
-    """Return the Trainer whose constructor is running; Lightning calls its entry points without it."""
+    """Return the Trainer whose constructor is running; Lightning calls entry points without passing it."""
     frame = sys._getframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), Trainer):
@@ -322,10 +323,10 @@ def trainer_in_construction() -> Any:
 
 
 def replace_in_construction(trainer: Any, options: Mapping[str, Any], ranks: int, probe: Probe) -> None:
-    """Give a Trainer in construction a turbo strategy if there are options for it, and DDP on several ranks."""
+    """Give a Trainer under construction a turbo strategy if there are options, and DDP on several ranks."""
     old = trainer.strategy
     name, devices = type(old).__name__, len(getattr(old, "parallel_devices", None) or [old.root_device])
-    # Before it starts the processes of further ranks.
+    # Checked before it starts processes for further ranks.
     if name not in (STRATEGIES if ranks == 1 else STRATEGIES_OF_RANKS) or devices not in (1, ranks):
         expected = "one device and the default strategy, or 'turbo', or 'ddp' with its number of devices as --ranks"
         probe.refuse(f"its Trainer has strategy {name} and {devices} devices; expected {expected}.")
@@ -343,10 +344,10 @@ def replace_in_construction(trainer: Any, options: Mapping[str, Any], ranks: int
 
 
 def change_loader(loader: Any, settings: Mapping[str, Any], batch_size: int, probe: Probe) -> Any:
-    """Give a loader other settings, and batches of another size."""
+    """Apply settings and a batch size to a loader."""
     for name, value in settings.items():
         if getattr(loader, "num_workers", 0) or name != "persistent_workers":
-            vars(loader)[name] = value  # as torch does in its constructor; it refuses some of them later
+            vars(loader)[name] = value  # like torch's constructor; some cannot be set later
     if batch_size:
         sampler: Any = getattr(loader, "batch_sampler", None)
         if type(sampler) is not BatchSampler:
@@ -356,10 +357,10 @@ def change_loader(loader: Any, settings: Mapping[str, Any], batch_size: int, pro
 
 
 def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list[Callback]:
-    """Put the settings of a task into a Trainer in construction, and have the probe begin when it runs.
+    """Apply the settings of a task to a Trainer under construction, and let the probe begin when it runs.
 
-    The loaders pass through the functions that are put in here in the opposite order: the one that repeats a batch is
-    the outermost, and works on the loader with all other settings.
+    Loaders pass through these functions in reverse order: the one that repeats a batch is outermost, and works on the
+    loader with all other settings.
     """
     settings = task["settings"]
     replace_in_construction(trainer, settings["strategy"], task["ranks"], probe)
@@ -370,12 +371,12 @@ def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list
         strategy.precision_plugin = lightning_turbo.ApexAMP(settings["opt_level"])
 
     def begin(set_up: Callable[[], None]) -> None:
-        # A search for a learning rate runs without the script's callbacks, and without the probe.
+        # A learning rate search runs without the script's callbacks, and without the probe.
         if probe in trainer.callbacks and probe.validation is None:
             probe.begin(trainer)
         set_up()
 
-    ReplacedMethod(strategy, "setup_environment", begin)  # which a run calls first
+    ReplacedMethod(strategy, "setup_environment", begin)  # a run calls this first
     if settings["augment_batches"]:
         MovedAugmentation(trainer, strategy)
     if settings["loader"] or task["batch_size"]:

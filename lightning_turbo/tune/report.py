@@ -1,4 +1,4 @@
-"""What comes out: ``tune.json``, ``tune.md``, ``turbo.yaml``, ``turbo.py``, and with matplotlib ``tune.png``."""
+"""Writes ``tune.json``, ``tune.md``, ``turbo.yaml``, ``turbo.py`` and, with matplotlib, ``tune.png``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ COVERS = (
     "some batches of it. Checkpoints, set-up and what is outside of fit are not in them."
 )
 STEPS = "Factors are of training steps, because epochs have no length here."
-BUSY = 0.1  # cores that other programs take, from which on it is said
+BUSY = 0.1  # cores used by other programs that are worth reporting
 
 
 def describe_headroom(baseline: Baseline) -> str:
-    """Return in words what a step takes, and what loading ahead can save of it."""
+    """Return in words how long a step takes, and how much of it loading ahead can save."""
     text = (
         f"Your step takes {three_digits(baseline.step_ms)} ms, with one batch again and again "
         f"{three_digits(baseline.one_batch_ms)} ms, and the loader alone {three_digits(baseline.loader_ms)} ms a batch"
@@ -46,13 +46,13 @@ def describe_headroom(baseline: Baseline) -> str:
         return f"{text}; batches are loaded beside the step already."
     if baseline.loading > 0.95:
         return f"{text}: loading takes nearly all of the time."
-    # On a busy machine the two ways to tell what loading takes differ; a bound is the larger.
+    # On a busy machine, the two estimates of the loading time differ; use the larger bound.
     left = min(baseline.step_ms - baseline.loader_ms, baseline.one_batch_ms)
     return f"{text}: loading ahead can make it {baseline.step_ms / left:.2f} times as fast at most."
 
 
 def _describe_epoch(search: Search) -> str:
-    """Return in words how long an epoch takes, of what parts, and how long the fit, without and with what is chosen."""
+    """Return in words how long an epoch and the fit take, without and with the chosen settings."""
     baseline = search.baseline
     if baseline is None or baseline.epoch_ms is None:
         return STEPS if baseline is not None else ""
@@ -70,7 +70,7 @@ def _describe_epoch(search: Search) -> str:
 
 
 def _describe_load(cores: float | None) -> str:
-    """Return in numbers what other programs took of the machine, or nothing."""
+    """Return how many cores other programs used, or an empty string."""
     if cores is None or cores < BUSY:
         return ""
     return (
@@ -80,7 +80,7 @@ def _describe_load(cores: float | None) -> str:
 
 
 def _describe_untried(search: Search) -> str:
-    """Return how many settings were not tried, and how long that would take."""
+    """Return how many settings were not tried, and how long trying them would take."""
     if not search.untried:
         return ""
     names = [name for name, trial in search.trials.items() if trial.is_untried]
@@ -100,12 +100,12 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
 
 
 def make_results(search: Search, command: Sequence[str], other_cores: float | None = None) -> dict[str, Any]:
-    """Return what was found as plain values: in words the verdict, why, and what to do next; then the numbers.
+    """Return the results as plain values: verdict, reasons and next steps in words, then the numbers.
 
     Args:
-        search: At its end.
-        command: How the script is started.
-        other_cores: How many cores other programs took meanwhile, or ``None`` if that is not known.
+        search: A completed search.
+        command: The command that starts the script.
+        other_cores: Number of cores used by other programs meanwhile, or ``None`` if unknown.
     """
     chosen, baseline = search.chosen, search.baseline
     headroom = {} if baseline is None else {
@@ -160,7 +160,7 @@ def _row(search: Search, trial: Trial) -> dict[str, Any]:
 
 
 def _verdict(search: Search) -> str:
-    """The factor first, then what it does to the result."""
+    """Return the verdict: first the factor, then the effect on the result."""
     if search.verdict or not search.chosen.names:
         return search.verdict
     curves = ": losses in the picture" if _curves(search) else ""
@@ -182,7 +182,7 @@ def _next(search: Search, command: Sequence[str]) -> str:
 
 
 def _by_hand(search: Search) -> str:
-    """Return what no argument of a Trainer does, or nothing."""
+    """Return what no argument of a Trainer can do, or an empty string."""
     if search.baseline is None:
         return ""
     settings = _settings(search)
@@ -193,7 +193,7 @@ def _by_hand(search: Search) -> str:
 
 
 def _curves(search: Search) -> dict[str, list[float]]:
-    """The losses to draw: where the maths changed, and the script returns losses that are comparable."""
+    """Return the losses to draw: if the maths changed and the script returns comparable losses."""
     chosen, default = search.final.losses
     changed = search.chosen.names and search.result(search.chosen, search.final) == "other maths"
     return {"default": default, "chosen": chosen} if changed and chosen and default and not why_no_picture() else {}
@@ -213,7 +213,7 @@ def _strategy(settings: Settings) -> str:
 
 
 def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
-    """Return ``turbo.yaml``: a further ``--config`` for LightningCLI."""
+    """Return ``turbo.yaml``: an additional ``--config`` for LightningCLI."""
     import yaml  # Lightning brings it
 
     trainer: dict[str, Any] = {"devices": settings.ranks, "strategy": "ddp"} if settings.ranks > 1 else {}
@@ -236,12 +236,12 @@ def yaml_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
 
 
 def _as_comment(*texts: str) -> str:
-    """Return texts as comments of Python or YAML: words of a user, as a command is, may have any line or quote."""
+    """Return texts as comments for Python or YAML; user text, such as a command, may contain newlines and quotes."""
     return "".join(f"# {line}\n" for text in texts for line in text.splitlines())
 
 
 def script_text(settings: Settings, headline: str, command: Sequence[str]) -> str:
-    """Return ``turbo.py``: a function that puts the settings among the arguments of a script's Trainer."""
+    """Return ``turbo.py``: a function that adds the settings to the arguments of a script's Trainer."""
     callbacks = [_call(name, arguments) for name, arguments in settings.callbacks.items()]
     lines = [f"devices={settings.ranks}", "strategy='ddp'"] if settings.ranks > 1 else []
     lines += [f"callbacks=[{', '.join(['*as_list(callbacks)', *callbacks])}]"]
@@ -281,7 +281,7 @@ def _call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _bars(search: Search, step_ms: float) -> list[Bar]:
-    """The default, each chosen setting alone, and all of them together."""
+    """Return bars for the default, each chosen setting alone, and all of them together."""
     alone = [(name, "setting", search.trials[name].alone) for name in search.chosen.names]
     parts = [("default", "default", Comparison([0.0])), *alone, ("chosen", "chosen", search.final)]
     bars = []
@@ -294,7 +294,7 @@ def _bars(search: Search, step_ms: float) -> list[Bar]:
 
 
 def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list[Path]:
-    """Write the files; the picture only where matplotlib is installed."""
+    """Write the files; the picture only if matplotlib is installed."""
     settings, command = _settings(search), results["command"]
     headline = ". ".join(filter(None, (results["verdict"], _by_hand(search).strip(" ."))))
     texts = {
@@ -307,7 +307,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
         with whole_file(out / name) as part:
             part.write_text(text)
         paths.append(out / name)
-    (out / "tune.png").unlink(missing_ok=True)  # of an earlier search
+    (out / "tune.png").unlink(missing_ok=True)  # from an earlier search
     if search.baseline is not None and not why_no_picture():
         draw_bars(
             _bars(search, search.baseline.step_ms),
@@ -322,7 +322,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
 
 
 def as_text(results: Mapping[str, Any]) -> str:
-    """Return the verdict, why, and what to do next, and how each setting ended: for a terminal and for Markdown."""
+    """Return verdict, reasons, next steps and the outcome of each setting, for a terminal and as Markdown."""
     rows = [[each["name"], each["why"], each["result"] if each["ratio"] else ""] for each in results["candidates"]]
     columns = ["setting", "how it ended", "result"]
     verdict = f"`{shlex.join(results['command'])}`: {results['verdict']}."

@@ -1,4 +1,4 @@
-"""Runs a script in fresh processes, for the search."""
+"""Runs a script in fresh processes for the search."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from lightning_turbo.tune.fork_server import CAN_FORK, ForkServer
 __all__ = ["ScriptRunner", "TuneSettings"]
 
 WORKER = "lightning_turbo.tune.worker"
-ROUNDS = 4  # of each process
+ROUNDS = 4  # per process
 ROUND_SECONDS = 0.2
-MOST_STEPS = 500  # of a round
+MOST_STEPS = 500  # per round
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What ``lightning-turbo tune`` is asked for.
+    """The settings of ``lightning-turbo tune``.
 
     Raises:
-        TurboError: If a value is impossible, or the script is not there.
+        TurboError: If a value is invalid, or the script does not exist.
     """
 
-    program: str  # path of the script, or name of the module
+    program: str  # path of the script or name of the module
     arguments: tuple[str, ...] = ()
     module: bool = False
     minutes: float = 10.0
     out: Path = Path("runs/tune")
     only: tuple[str, ...] = ()  # patterns of candidates; empty for all
     without: tuple[str, ...] = ()
-    same_maths: bool = False  # only what keeps every bit is kept
+    same_maths: bool = False  # keep only settings that leave results bitwise equal
     seed: int = 0
     batch_size: bool = False  # look for the best batch size instead
-    resume: bool = False  # go on from the measurements in ``out``
+    resume: bool = False  # continue from the measurements in ``out``
     ranks: int = 1
     confirm: bool = False  # by a whole epoch with and one without
-    device: str = "auto"  # leaves it to the script; "cpu" hides every GPU, "cuda" asks for one
+    device: str = "auto"  # "auto" lets the script choose; "cpu" hides every GPU, "cuda" requires one
 
     def __post_init__(self) -> None:
         if not self.module:
@@ -69,25 +69,25 @@ class TuneSettings:
 
     @property
     def command(self) -> list[str]:
-        """The script as it is started without tune."""
+        """The command that starts the script without tune."""
         return ["python", *(["-m"] if self.module else []), self.program, *self.arguments]
 
 
 class ScriptRunner:
-    """Measures configurations of a script: each in a process of its own, round by round.
+    """Measures configurations of a script, each in its own process, round by round.
 
-    The first process is a fresh one, and those behind it are copies of one that has imported torch and Lightning, where
-    that can be.
+    The first process is a fresh one. Later ones are forks of a process that has imported torch and Lightning, if
+    possible.
 
-    Who starts it: ``run_tune``, as a ``with`` block. What ends it: the end of the block, with the servers that start
-    the copies. What always holds: between two calls of ``measure`` no process of the script is alive.
+    ``run_tune`` uses it as a ``with`` block, whose end also ends the servers that start the forks. Between two calls of
+    ``measure``, no process of the script is alive.
 
     Args:
-        settings: Names the script.
-        candidates: The table.
-        interrupt: Holds the budget.
-        progress: Shows how far it is.
-        scratch: A folder for what scripts write through Lightning; whoever makes the runner removes it.
+        settings: Settings, including the script.
+        candidates: The table of candidates.
+        interrupt: Holds the time budget.
+        progress: Shows the progress.
+        scratch: A folder for files that scripts write through Lightning; whoever creates the runner removes it.
     """
 
     def __init__(
@@ -108,54 +108,54 @@ class ScriptRunner:
         self.warmup = 3
         self._numbers = itertools.count()
         self._took: list[float] = []
-        self._lightning = ""  # which copy of Lightning is imported in processes that start as copies; none before
-        self._servers: dict[str, ForkServer] = {}  # by the environment of its copies
+        self._lightning = ""  # the copy of Lightning to import before forking; empty: do not fork
+        self._servers: dict[str, ForkServer] = {}  # by the environment of its forks
 
     def __enter__(self) -> ScriptRunner:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End what has started the processes."""
+        """End the servers that start processes."""
         while self._servers:
             self._servers.popitem()[1].close()
 
     @property
     def left(self) -> float:
-        """Seconds of the budget that are left."""
+        """Remaining seconds of the budget."""
         return self.interrupt.left
 
     def set_pace(self, step_seconds: float, accumulate: int) -> None:
-        """Choose rounds of about a fifth of a second, whole windows of accumulated batches each."""
+        """Choose rounds of about a fifth of a second that consist of whole windows of accumulated batches."""
         windows = ROUND_SECONDS / max(step_seconds, 1e-9) / accumulate
         steps = accumulate * max(1, min(round(windows), MOST_STEPS // accumulate or 1))
         self.order = {"steps": steps, "lead": math.ceil(steps / 8)}
         self.warmup = max(accumulate + 1, 3, steps // 2)
 
     def measure(self, configurations: Sequence[Configuration]) -> dict[Configuration, dict[str, Any]]:
-        """Measure one fresh process of each configuration."""
+        """Measure a fresh process of each configuration."""
         by_name = {str(configuration): configuration for configuration in configurations}
         rows = {name: new_row() for name in by_name}
         turns = Turns(lambda name: self.spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
         begun = time.monotonic()
-        # Where they are measured one after the other, A B B A cancels a steady drift of the machine.
+        # Measured one after the other, the order A B B A cancels a steady drift of the machine.
         direction = 1 if len(self._took) % 2 == 0 else -1
         turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS, border=True)
         self._took.append((time.monotonic() - begun) / len(by_name))
-        self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # a first process reads files that are cold
+        self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # the first process reads uncached files
         self._look_for_copy(rows.values())
         return {configuration: rows[name] for name, configuration in by_name.items()}
 
     def _look_for_copy(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Have the processes to come start as copies, if one that was measured says that it ran on a CPU alone.
+        """Start later processes as forks, if a measured one reports that it ran on a CPU only.
 
-        A device that was looked at before a fork cannot be used behind it. Ranks start one another.
+        A device that was accessed before a fork is unusable after it. Ranks start one another.
         """
         for numbers in [row["numbers"] for row in rows if row["status"] == "ok"]:
             if CAN_FORK and self.settings.ranks == 1 and numbers["facts"]["device"] == "cpu":
                 self._lightning = numbers["lightning"]
 
     def _copy(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], **options: Any) -> Any:
-        """Start a process as ``subprocess.Popen`` does, as a copy of one with the same environment."""
+        """Start a process like ``subprocess.Popen``, but as a fork of one with the same environment."""
         key = json.dumps(env, sort_keys=True)
         if key not in self._servers:
             log = self.settings.out.absolute() / "logs" / f"imports {len(self._servers)}.log"
@@ -168,7 +168,7 @@ class ScriptRunner:
         put_together = combine(self.candidates[name] for name in configuration.names)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
         if self.settings.ranks > 1:
-            hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun does
+            hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # like torchrun
         number = next(self._numbers)
         task = {
             "folder": str(self.scratch.absolute() / str(number)),

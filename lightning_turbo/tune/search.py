@@ -1,4 +1,4 @@
-"""The search: what helps alone, what of it helps together, and whether the whole is confirmed at the end."""
+"""The search: what helps alone, what of it helps together, and whether the result is confirmed at the end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_turbo.tune.evidence import DEFAULT, Comparison, Configuration, co
 
 __all__ = ["Runner", "Search", "Trial"]
 
-GROUP = 4  # configurations that are alive beside the one that they are compared with
-ELIMINATION = 4  # processes of each comparison with one setting left out
-FINAL = 10  # processes of each side of the last comparison
-FEWEST = 4  # of them, where the time is short
+GROUP = 4  # configurations alive at once, besides the one they are compared with
+ELIMINATION = 4  # processes per comparison with one setting left out
+FINAL = 10  # processes on each side of the final comparison
+FEWEST = 4  # the same if time is short
 
 LATE = "the time that was left was needed to confirm a gain"
 OVER = "the time was over"
@@ -29,80 +29,80 @@ Rows = Mapping[Configuration, Mapping[str, Any]]
 
 
 class Runner(Protocol):
-    """Measures configurations; the real one runs the script, that of the tests has a table of times."""
+    """Measures configurations; the real one runs the script, and the one in tests has a table of times."""
 
-    cost: float  # seconds of a process from its start to its end, as far as is known
+    cost: float  # estimated seconds of a process from start to end
 
     def set_pace(self, step_seconds: float, accumulate: int) -> None:
-        """Choose how many steps make a round."""
+        """Choose the number of steps in a round."""
         ...
 
     def measure(self, configurations: Sequence[Configuration]) -> Rows:
-        """Measure one fresh process of each configuration, round by round, and return their rows."""
+        """Measure a fresh process of each configuration, round by round, and return their rows."""
         ...
 
     @property
     def left(self) -> float:
-        """Seconds of the budget that are left."""
+        """Remaining seconds of the budget."""
         ...
 
 
 @dataclass
 class Trial:
-    """What became of a candidate."""
+    """The outcome of a candidate."""
 
     candidate: Candidate
-    why: str = ""  # how it ended: kept; no gain; undecided; no better than another of its kind; failed; not tried
-    alone: Comparison = field(default_factory=Comparison)  # against the script as it is
-    beside: Comparison = field(default_factory=Comparison)  # all winners against all winners but this one
-    cures: bool = False  # whether the winners run without this one; where they fail together it may be the cause
+    why: str = ""  # outcome: kept; no gain; undecided; no better than an alternative; failed; not tried
+    alone: Comparison = field(default_factory=Comparison)  # compared with the unchanged script
+    beside: Comparison = field(default_factory=Comparison)  # all winners compared with all winners except this one
+    cures: bool = False  # whether the winners run without this one, so that it may cause their failure
     kept: bool = False
 
     @property
     def is_untried(self) -> bool:
-        """Whether no process has measured it, and nothing but time speaks against it."""
+        """Whether no process has measured it for lack of time alone."""
         late = ("", *(f"not tried because {each}" for each in (LATE, OVER, ENDED)))
         return not (self.alone.error or self.alone.logs) and self.why in late
 
     @property
     def configuration(self) -> Configuration:
-        """It alone."""
+        """The configuration with this candidate alone."""
         return Configuration((self.candidate.name,))
 
 
 class Search:
     """Finds the settings under which a script takes less time.
 
-    Each candidate that the headroom speaks for is compared with the script as it is in one process; then those that
-    are undecided get further processes, the best first, for as long as the time allows beside what comes after: the
-    winners are put together, each is left out once, and the last comparison decides about what stays.
+    Each candidate that the headroom supports is compared with the unchanged script in one process. Undecided ones then
+    get further processes, best first, as long as time allows for what follows: the winners are combined, each is left
+    out once, and the final comparison decides about the rest.
 
-    Who starts it: ``run_tune``, by ``run``. What ends it: that everything is decided, the end of the time, or Ctrl-C.
-    What always holds: the attributes have all that was measured, and ``chosen`` was confirmed.
+    ``run_tune`` creates it and calls ``run``, which ends when everything is decided, when the time is over, or after
+    Ctrl-C. The attributes hold everything that was measured, and ``chosen`` is always confirmed.
 
     Args:
-        candidates: What is tried.
-        runner: Measures.
-        same_maths: Whether only what keeps every bit is kept.
+        candidates: The candidates to try.
+        runner: Measures configurations.
+        same_maths: Whether to keep only settings that leave results bitwise equal.
     """
 
     def __init__(self, candidates: Sequence[Candidate], runner: Runner, *, same_maths: bool = False) -> None:
         self.trials = {each.name: Trial(each) for each in candidates}
         self.runner = runner
         self.same_maths = same_maths
-        self.baseline: Baseline | None = None  # before the headroom is measured
-        self.chosen = DEFAULT  # what is recommended; the script as it is if nothing helps or nothing is confirmed yet
-        self.final = Comparison()  # what is chosen, or was not confirmed, against the script as it is
+        self.baseline: Baseline | None = None  # None until the headroom is measured
+        self.chosen = DEFAULT  # the recommendation; the unchanged script if nothing is confirmed
+        self.final = Comparison()  # the chosen, or unconfirmed, settings compared with the unchanged script
         self.verdict = ""  # why nothing is recommended
         self.interrupted = False
         self.on_headroom: Callable[[Baseline], object] = lambda baseline: None
         self._total = runner.left
         self._computes_in_half = computes_in_bfloat16() is not False
-        self.times: dict[Configuration, list[float]] = {}  # milliseconds of a step, in each process
-        self._defaults: list[list[float]] = []  # losses of the script as it is: the first, and those that differ
+        self.times: dict[Configuration, list[float]] = {}  # milliseconds per step in each process
+        self._defaults: list[list[float]] = []  # losses of the unchanged script: the first, and those that differ
 
     def run(self) -> None:
-        """Search until it is done, the budget is spent, or Ctrl-C; the attributes hold what is known.
+        """Search until everything is done, the budget is spent, or Ctrl-C; the attributes hold the results so far.
 
         Raises:
             TurboError: If the script cannot be measured.
@@ -111,7 +111,7 @@ class Search:
             self.baseline = self.baseline or self.measure_headroom()
             self._begin(self.baseline)
             self.screen(self._reserve)
-            if not self.winners():  # nothing is to be confirmed yet, so that the time for it is free
+            if not self.winners():  # nothing to confirm yet, so that time is free
                 self.screen(lambda: self.runner.cost)
             self.confirm(self.eliminate(self.winners()))
         except InterruptedRunError:
@@ -122,7 +122,7 @@ class Search:
             trial.why = trial.why or self._end(trial)
 
     def measure_headroom(self) -> Baseline:
-        """Measure the step as it is, with one batch again and again, and the loader alone."""
+        """Measure the step as it is, with one repeated batch, and the loader alone."""
         first = self._measure([DEFAULT])[DEFAULT]
         if first["status"] != "ok":
             raise TurboError(f"the script cannot be measured: {first['reason'] or first['status']}")
@@ -131,7 +131,7 @@ class Search:
         configurations = [DEFAULT, Configuration(mode="one batch"), Configuration(mode="loader")]
         rows = self._measure(configurations)
         step, one_batch, loader = (1e3 * _seconds(rows[configuration]) for configuration in configurations)
-        # Three processes at once may be too many, for the memory of a GPU or for a port: the first was alone.
+        # Three processes at once may be too many, for the memory of a GPU or for a port; the first one ran alone.
         step = step or 1e3 * _seconds(first)
         one_batch = one_batch or step
         facts["packing"] = rows[configurations[2]]["numbers"].get("facts", {}).get("packing", "")
@@ -141,7 +141,7 @@ class Search:
         return Baseline(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
 
     def _begin(self, baseline: Baseline) -> None:
-        """Choose the pace, and leave out what the headroom does not speak for."""
+        """Set the pace, and exclude candidates that the headroom does not support."""
         self.on_headroom(baseline)
         self.runner.set_pace(baseline.step_ms / 1e3, baseline.accumulate)
         for trial in self.trials.values():
@@ -149,13 +149,13 @@ class Search:
             trial.why = f"not tried because {reason}" if reason else ""
 
     def state(self) -> dict[str, Any]:
-        """Return what was measured of the script and of each candidate alone, in plain values."""
+        """Return the measurements of the script and of each candidate alone, as plain values."""
         alone = {name: asdict(trial.alone) for name, trial in self.trials.items()}
         baseline = None if self.baseline is None else asdict(self.baseline)
         return {"baseline": baseline, "times": self.times.get(DEFAULT, []), "losses": self._defaults, "alone": alone}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state``; what winners do together is measured again."""
+        """Continue from a ``state``; combinations of winners are measured again."""
         self.baseline = None if state["baseline"] is None else Baseline(**state["baseline"])
         self.times[DEFAULT], self._defaults = list(state["times"]), list(state["losses"])
         for name, alone in state["alone"].items():
@@ -163,10 +163,10 @@ class Search:
                 self.trials[name].alone = Comparison(**alone)
 
     def screen(self, reserve: Callable[[], float]) -> None:
-        """Compare candidates with the script as it is: each once, then the undecided ones, the best first.
+        """Compare candidates with the unchanged script: each once, then the undecided ones, best first.
 
         Args:
-            reserve: Returns the seconds that are kept for what comes after.
+            reserve: Returns the seconds to reserve for what follows.
         """
         while chunk := self._undecided()[: max(0, min(self._group, self._affordable(reserve()) - 1))]:
             rows = self._measure([DEFAULT, *(trial.configuration for trial in chunk)])
@@ -175,24 +175,24 @@ class Search:
                 self._look_for_effect(trial, rows)
 
     def _look_for_effect(self, trial: Trial, rows: Rows) -> None:
-        """End a candidate that has not gained and of which the package itself says that it has no effect here."""
+        """End a candidate that has not gained and that, according to this package's own warning, has no effect."""
         said = [rows[configuration]["numbers"].get("no_effect", []) for configuration in (trial.configuration, DEFAULT)]
         new = [each for each in said[0] if each not in said[1]]
         if new and trial.alone.logs and trial.alone.ratio > 1.0 - SMALL_SHARE:
             trial.alone.no_effect = new[0]
 
     def winners(self) -> list[Trial]:
-        """Return those that gain alone, one of each kind, the best first.
+        """Return candidates that gain alone, one of each kind, best first.
 
-        Of those of a kind that differ by next to nothing it is the first in the table, the plainest, and Lightning's
-        own where it does not differ beyond noise. Where the time was too short to decide about any, the last comparison
-        decides about the best.
+        Among almost equal candidates of a kind, it is the first in the table, which is the simplest, and Lightning's
+        own if it does not differ beyond noise. If there was no time to decide about any, the final comparison decides
+        about the best one.
         """
         gaining = list(filter(self._keeps_maths, self._gaining() or self._promising()))
         return [self._choose(kind, gaining) for kind in dict.fromkeys(trial.candidate.kind for trial in gaining)]
 
     def _choose(self, kind: str, gaining: Sequence[Trial]) -> Trial:
-        """Choose one of a kind, and say of the others that it is better."""
+        """Choose one candidate of a kind, and mark the others as no better."""
         best = next(trial for trial in gaining if trial.candidate.kind == kind)
         measured = [trial for trial in self.trials.values() if trial.candidate.kind == kind and trial.alone.logs]
         chosen = next(trial for trial in measured if trial in gaining and _is_as_good(trial, best))
@@ -202,7 +202,7 @@ class Search:
         return chosen
 
     def eliminate(self, winners: Sequence[Trial]) -> Configuration:
-        """Put the winners together, and leave each out once, until each that is left makes the rest faster."""
+        """Combine the winners and leave each out once, until each of the rest contributes."""
         kept = list(winners)
         while len(kept) > 1:
             whole = self._together(kept)
@@ -219,11 +219,11 @@ class Search:
         return self._together(kept)
 
     def confirm(self, configuration: Configuration) -> None:
-        """Compare a configuration with the script as it is, in ten processes each or fewer; choose it if it gains."""
+        """Compare a configuration with the unchanged script, in up to ten processes each; choose it if it gains."""
         if configuration == DEFAULT:
             self.verdict = self._nothing()
             return
-        # Their number is fixed beforehand: to stop at the first interval below 1 would confirm chance.
+        # The number is fixed in advance, because stopping at the first interval below 1 would confirm chance.
         for _ in range(max(FEWEST, min(FINAL, self._affordable() // 2))):
             rows = self._measure([DEFAULT, configuration])
             self.final.add(rows[configuration], rows[DEFAULT])
@@ -237,12 +237,12 @@ class Search:
             self.trials[name].why = self._in_the_last_comparison(self.trials[name])
 
     def result(self, configuration: Configuration, comparison: Comparison) -> str:
-        """Return what a configuration does to the result, by the losses and by the table of candidates.
+        """Return the effect of a configuration on the result, from the losses and the table of candidates.
 
-        - The losses of the script differ from process to process: what the table says.
-        - The configuration has the same losses, and the table says "other maths" of none of its candidates: same bits.
-          Other maths, as another order of samples in the next epoch, need not show in the losses.
-        - Otherwise: what changes more of what the losses say and what the table says.
+        - If the script's losses differ between processes: what the table says.
+        - If the configuration has the same losses and the table says "other maths" for none of its candidates: same
+        bits. Other maths, such as another order of samples in the next epoch, need not show in the losses.
+        - Otherwise: the larger change of what the losses show and what the table says.
         """
         repeatable = all(compare_losses(each, self._defaults[0]) == "same bits" for each in self._defaults)
         measured = compare_losses(*comparison.losses) if repeatable else ""
@@ -257,16 +257,16 @@ class Search:
 
     @property
     def untried(self) -> int:
-        """How many settings were left out for want of time."""
+        """Number of settings that were left out for lack of time."""
         return sum(trial.is_untried for trial in self.trials.values())
 
     @property
     def more_minutes(self) -> float:
-        """How long it would take to try them: in groups, each beside the script as it is, and the best ones again."""
+        """Minutes needed to try them: in groups, each beside the unchanged script, and the best ones again."""
         return 1.5 * self.untried * (1 + 1 / self._group) * self.runner.cost / 60
 
     def _objection(self, configuration: Configuration) -> str:
-        """Why a configuration is not recommended after the last comparison."""
+        """Return why a configuration is not recommended after the final comparison."""
         if self.final.error:
             return f"nothing is recommended: {configuration} failed in the last comparison: {self.final.error}"
         if not self.final.gains:
@@ -285,7 +285,7 @@ class Search:
         return f"no gain in the last comparison: {self.final}"
 
     def _end(self, trial: Trial) -> str:
-        """How a candidate ended of which nothing else is known."""
+        """Return the outcome of a candidate about which nothing else is known."""
         if trial.alone.error:
             return f"{'not tried because' if trial.alone.refused else 'failed:'} {trial.alone.error}"
         if trial.alone.no_effect:
@@ -305,19 +305,19 @@ class Search:
 
     @property
     def _group(self) -> int:
-        """How many are alive beside what they are compared with; all have to fit into the memory of a GPU."""
+        """Number of configurations alive at once, which must all fit into the memory of a GPU."""
         return 1 if self.baseline is not None and self.baseline.device == "cuda" else GROUP
 
     def _undecided(self) -> list[Trial]:
-        """Return those that need processes: first what was not tried and can save most, then the best."""
+        """Return candidates that need processes: untried ones by possible savings, then the best ones."""
         return sorted(self._untried(), key=self._share, reverse=True) or self._rivals()
 
     def _untried(self) -> list[Trial]:
-        """Return those that no process has measured."""
+        """Return candidates that no process has measured."""
         return [trial for trial in self.trials.values() if not (trial.why or trial.alone.error or trial.alone.logs)]
 
     def _rivals(self) -> list[Trial]:
-        """Return those that were tried and may still be the best of their kind, the best first."""
+        """Return candidates that were tried and may still be the best of their kind, best first."""
         best: dict[str, Trial] = {}
         for trial in self._gaining():
             best.setdefault(trial.candidate.kind, trial)
@@ -326,7 +326,7 @@ class Search:
         return sorted(rivals, key=lambda trial: trial.alone.ratio)
 
     def _promising(self) -> list[Trial]:
-        """Return those that may gain although too few processes say so, the best first: of its kind only."""
+        """Return candidates of the best kind that may gain but have too few processes, best first."""
         found = [trial for trial in self._rivals() if trial.alone.ratio < 1.0 - SMALL_SHARE]
         return [trial for trial in found if trial.candidate.kind == found[0].candidate.kind]
 
@@ -335,12 +335,12 @@ class Search:
         return f"; the best so far is {best.configuration}: {best.alone}" if best else ""
 
     def _gaining(self) -> list[Trial]:
-        """Return those that gain, the best first."""
+        """Return candidates that gain, best first."""
         gaining = [trial for trial in self.trials.values() if trial.alone.gains and not trial.alone.error]
         return sorted(gaining, key=lambda trial: trial.alone.ratio)
 
     def _share(self, trial: Trial) -> float:
-        """What a candidate can save, by what is known of the step: the largest is tried first."""
+        """Return the possible saving of a candidate, from what is known about the step; the largest is tried first."""
         if self.baseline is None:
             return 0.0
         return usual_saving(trial.candidate, self.baseline, self._computes_in_half or self.baseline.device == "cuda")
@@ -363,29 +363,29 @@ class Search:
         return Configuration(tuple(name for name in self.trials if name in names))
 
     def _leave_out(self, whole: Configuration, kept: Sequence[Trial]) -> list[Trial]:
-        """Compare a configuration with what it is without each candidate; return those that gain nothing in it."""
+        """Compare a configuration with itself minus each candidate; return candidates that contribute nothing."""
         for _ in range(ELIMINATION):
             for start in range(0, len(kept), self._group):
                 chunk = kept[start : start + self._group]
                 if self._affordable(self._last()) <= len(chunk):
-                    # The last comparison decides about what is not known yet.
+                    # The final comparison decides about the rest.
                     return [trial for trial in kept if trial.beside.decided and not trial.beside.gains]
                 self._compare_without(whole, chunk)
         return [trial for trial in kept if not trial.beside.gains]
 
     def _last(self) -> float:
-        """Seconds of the last comparison, of which at most half of the time is kept: something has to be tried, too."""
+        """Return the seconds of the final comparison, at most half of the time, to leave time for trials."""
         return min(2 * FINAL * 1.2 * self.runner.cost, 0.5 * self._total)
 
     def _reserve(self) -> float:
-        """Seconds of all that comes after the screening, as far as is known from what gains so far."""
+        """Return the seconds of everything after the screening, estimated from what gains so far."""
         kinds = len({trial.candidate.kind for trial in self._gaining()})
-        # In each round each winner is left out once, and for each group the whole is measured again.
+        # In each round each winner is left out once, and the whole is measured again for each group.
         parts = 0 if kinds < 2 else kinds + math.ceil(kinds / self._group)
         return min(self._last() + ELIMINATION * parts * 1.2 * self.runner.cost, 0.5 * self._total)
 
     def _affordable(self, reserve: float = 0.0) -> int:
-        """How many processes there is time for, beside a reserve; for two at least before anything was tried."""
+        """Return how many processes there is time for besides a reserve; at least two before anything was tried."""
         number = int((self.runner.left - reserve) / self.runner.cost)
         tried = any(trial.alone.logs or trial.alone.error for trial in self.trials.values())
         return number if tried else max(2, number)
@@ -402,25 +402,25 @@ class Search:
 
 
 def _badness(trial: Trial) -> tuple[bool, float, float]:
-    """Return what is largest for the one to leave out of those that gain nothing beside the others."""
+    """Return a key that is largest for the candidate to drop among those that contribute nothing."""
     return bool(trial.beside.error) and trial.cures, trial.beside.ratio, trial.alone.ratio
 
 
 def _is_as_good(trial: Trial, best: Trial) -> bool:
-    """Whether a candidate is hardly slower than the best of its kind; of Lightning's own, whether it may be as fast."""
+    """Return whether a candidate is almost as fast as the best of its kind; Lightning's own only must not differ."""
     if trial.alone.ratio < (1.0 + SMALL_SHARE) * best.alone.ratio:
         return True
     difference = interval_of(trial.alone.logs, best.alone.logs)
-    # Of one process each nobody knows the noise: what gains half as much may be as fast.
+    # With one process each, the noise is unknown: half the gain may be as good.
     may_be = trial.alone.ratio**2 <= best.alone.ratio if difference is None else difference[0] <= 1.0
     return trial.candidate.is_stock and may_be
 
 
 def _can_beat(trial: Trial, best: Trial | None) -> bool:
-    """Whether a candidate may be better than the best of its kind that gains, if there is one."""
+    """Return whether a candidate may beat the best gaining one of its kind, if there is one."""
     return best is None or best.alone.interval is None or trial.alone.ratio <= best.alone.interval[1]
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
-    """The median seconds of a step; 0 where nothing was measured."""
+    """Return the median seconds per step; 0 if nothing was measured."""
     return statistics.median(seconds_by_sweep(row).values() or [0.0])

@@ -1,4 +1,4 @@
-"""The time of a validation: of a few of its batches, projected to its length, or of all of them."""
+"""Times a validation: a few of its batches, projected to its length, or all of them."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ __all__ = ["TimedValidation"]
 
 
 class TimedValidation:
-    """Times each validation of a fit, and leaves that time out of the steps around it.
+    """Times each validation of a fit, and excludes that time from the steps around it.
 
-    A short one takes one batch more than a loader has worker processes, at least two: the first batches of all workers
-    come together, and how far the next one is behind the first tells how many come in a second. What is left out counts
-    as long as these. The probe of a Trainer makes it, and it lasts as long as the process.
+    A shortened validation takes one batch more than a loader has worker processes, at least two: the first batches of
+    all workers arrive together, and the delay of the next one shows the rate. The omitted batches are projected from
+    these. The probe of a Trainer creates it; it lasts as long as the process.
 
     Args:
-        loop: Lightning's loop of validation within ``fit``.
-        meter: Of the steps.
-        whole: Whether all batches are validated.
+        loop: Lightning's validation loop inside ``fit``.
+        meter: Times the steps.
+        whole: Whether to run all batches.
     """
 
     def __init__(self, loop: Any, meter: Meter, *, whole: bool) -> None:
         self.loop = loop
         self.meter = meter
-        self.sanity: list[float] = []  # seconds of sanity checks, as long as a validation would take
-        self.seconds: list[float] = []  # of validations, as long as a whole one takes
-        self.since_step = 0.0  # seconds that really passed in validations since the probe last asked
-        self._lengths: list[float] = []  # batches of each loader that the script validates
-        self._ends: dict[int, list[float]] = {}  # times of the ends of batches, by their loader
+        self.sanity: list[float] = []  # seconds of sanity checks, projected to whole validations
+        self.seconds: list[float] = []  # seconds of validations, projected to whole ones
+        self.since_step = 0.0  # actual seconds in validations since the probe last asked
+        self._lengths: list[float] = []  # batches of each validation loader in the script
+        self._ends: dict[int, list[float]] = {}  # end times of batches, by loader
         if not whole:
             ReplacedMethod(loop, "setup_data", self._shorten)
         ReplacedMethod(loop, "run", self._time)
 
     def end_batch(self, loader: int) -> None:
-        """Note the end of a batch."""
+        """Record the end of a batch."""
         self.meter.synchronise()
         self._ends.setdefault(loader, []).append(time.perf_counter())
 
     def _shorten(self, set_up: Callable[[], None]) -> None:
         before = self.loop._max_batches
         set_up()
-        # Lightning makes a new list where it asks for the loaders, and keeps that of before elsewhere.
+        # Lightning creates a new list when it requests the loaders, and otherwise keeps the previous one.
         if self.loop._max_batches is not before:
             self._lengths = list(self.loop._max_batches)
             loaders = self.loop._combined_loader.flattened
@@ -69,7 +69,7 @@ class TimedValidation:
         return result
 
     def _left_out(self, begun: float) -> float:
-        """Return how long the batches would take that are left out."""
+        """Return how long the omitted batches would take."""
         total = 0.0
         for loader, ends in self._ends.items():
             each = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] - begun

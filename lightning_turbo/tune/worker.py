@@ -1,4 +1,4 @@
-"""One run of a script: in a process of its own, with some settings, for some steps of ``fit`` and no further."""
+"""One run of a script in its own process, with some settings, for some steps of ``fit``."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 __all__ = ["main", "measure_program"]
 
 Find: TypeAlias = Callable[[], Mapping[str, Any]]
-"""Returns what was measured, or raises what says why nothing was."""
-MARGIN = 0.9  # of the memory that is free
+"""Returns the results, or raises an exception that says why there are none."""
+MARGIN = 0.9  # usable share of the free memory
 OUT_OF_MEMORY = "out of memory"
 LINE = 160  # characters of a message
-RANK_SECONDS = 10.0  # in which a rank ends by itself
-# Modules of torch whose errors say that a network cannot be compiled.
+RANK_SECONDS = 10.0  # time for a rank to exit by itself
+# torch modules whose errors mean that a network cannot be compiled.
 TRACERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch.fx")
 
 
 def measure_program(task: Mapping[str, Any], meter: Meter, report: Callable[[Find], object]) -> None:
-    """Run the script or the module that a task names, with a probe in each Trainer; the first ``fit`` is measured.
+    """Run the script or module of a task with a probe in each Trainer, and measure the first ``fit``.
 
     Args:
         task: What ``ScriptRunner.spawn`` sends.
-        meter: Whose ``step`` the probe calls.
-        report: Called once, with a function that returns the numbers, or raises what says why there are none. A probe
-            that has seen enough ends this process behind it, without the handlers of the program.
+        meter: The timer whose ``step`` the probe calls.
+        report: Called once with a function that returns the numbers, or raises an exception that says why there are
+            none. A probe that is done then ends this process, without running the program's handlers.
     """
     made: list[Probe] = []
     no_effect = _note_warnings()
 
     def callbacks() -> list[Any]:
-        from lightning_turbo.tune import probe  # not before the script has chosen its copy of Lightning
+        from lightning_turbo.tune import probe  # imported late, after the script has chosen its copy of Lightning
 
         kind = {"epoch": probe.WholeEpoch, "one batch": probe.PhaseProbe}.get(task["mode"], probe.Probe)
         made.append(kind(meter, task["mode"], task["folder"]))
-        # Sizes are compared by rounds of whole epochs, in which all that they take is.
+        # Batch sizes are compared in rounds of whole epochs, which include everything.
         made[-1].counts_borders = bool(task["batch_size"])
         with made[-1].failing():
             return [*probe.prepare_trainer(probe.trainer_in_construction(), task, made[-1]), made[-1]]
@@ -68,7 +68,7 @@ def measure_program(task: Mapping[str, Any], meter: Meter, report: Callable[[Fin
 
 
 def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapping[str, Any]:
-    """Return what the probe of the first ``fit`` has found, or say why nothing was measured."""
+    """Return the results of the first ``fit``, or raise an exception that says why nothing was measured."""
     for probe in made:
         if probe.refusal:
             raise SkippedError(probe.refusal)
@@ -82,7 +82,7 @@ def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapp
 
 
 def _note_warnings() -> list[str]:
-    """Return a list to which each warning of this package is added that says that something has no effect."""
+    """Return a list that collects this package's warnings that something has no effect."""
     messages: list[str] = []
     show = warnings.showwarning
 
@@ -97,7 +97,7 @@ def _note_warnings() -> list[str]:
 
 
 def _why_skipped(error: BaseException, made: list[Probe]) -> str:
-    """Return what to say of an error that is none of the script's; nothing for any other."""
+    """Return an explanation of an error that is not the script's own; empty for any other."""
     if muted := next(filter(None, (probe.muted.explain(error) for probe in made)), ""):
         return f"{muted} ({type(error).__name__}: {textwrap.shorten(str(error), LINE, placeholder=' ...')})"
     if any(type(each).__module__.startswith(TRACERS) for each in (error, error.__cause__)):
@@ -106,12 +106,12 @@ def _why_skipped(error: BaseException, made: list[Probe]) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # Of a CPU's allocator torch raises a RuntimeError.
+    # torch's CPU allocator raises a RuntimeError.
     return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def start_ranks(task: Mapping[str, Any]) -> list[subprocess.Popen[bytes]]:
-    """Start the ranks behind this one, as torchrun would, in its session, so that all are held still with it."""
+    """Start the other ranks like torchrun, in this process's session, so that all of them are held together."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -129,7 +129,7 @@ def start_ranks(task: Mapping[str, Any]) -> list[subprocess.Popen[bytes]]:
 
 
 def end_ranks(others: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks behind this one: the end of its input tells a rank to end itself, with its worker processes."""
+    """End the other ranks: at the end of its input, a rank ends itself and its worker processes."""
     for each in others:
         assert each.stdin is not None
         each.stdin.close()
@@ -141,7 +141,7 @@ def end_ranks(others: list[subprocess.Popen[bytes]]) -> None:
 
 
 def follow(task: Mapping[str, Any], channel: Channel) -> None:
-    """Run the program on a rank behind the first, which ends it; if it fails, the first one would wait in vain."""
+    """Run the program on another rank, which the first one ends; on failure kill all ranks."""
     meter = Meter(lambda event: {"order": "round", "lead": 0, "steps": sys.maxsize}, warmup=1)
 
     def end_with_input() -> None:
@@ -161,7 +161,7 @@ def follow(task: Mapping[str, Any], channel: Channel) -> None:
 
 
 def main() -> None:
-    """Take over standard input and output, and run the program."""
+    """Use standard input and output as the channel, and run the program."""
     channel = open_channel()
     task = channel.receive()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
