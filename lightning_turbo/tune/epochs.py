@@ -23,8 +23,8 @@ from lightning_turbo.tune.runner import ScriptRunner
 __all__ = ["compare_epochs", "describe_epochs", "train_epochs"]
 
 
-PAIRS = 10  # largest number of pairs of processes
-ENOUGH = 100.0  # no pair starts after this many seconds; the first runs however long it takes
+PAIRS = 12  # largest number of pairs of processes
+ENOUGH = 200.0  # no pair starts after this many seconds; the first runs however long it takes
 ROUNDS = 5  # rounds of the search per turn of a process, about a second
 
 
@@ -43,7 +43,8 @@ def train_epochs(runner: ScriptRunner, chosen: Configuration, seconds: float, in
     """
     pairs: list[dict[str, Any]] = []
     configurations = [("default", Configuration(mode="epoch")), ("chosen", Configuration(chosen.names, "epoch"))]
-    with interrupt.caught(), Progress(time.monotonic() + 2 * seconds) as progress:
+    expected = min(2 * seconds * PAIRS, ENOUGH + 2 * seconds)
+    with interrupt.caught(), Progress(time.monotonic() + expected) as progress:
 
         def check() -> None:
             interrupt.check()
