@@ -42,7 +42,7 @@ HALF: dict[str, list[str]] = {
     "torch.Tensor": _PRODUCTS,
 }
 
-# The same, but autocast casts these itself, weights from its cache; only float64 is left for us.
+# The same, but autocast casts these itself; only float64 is left for us.
 HALF_IN_AUTOCAST: dict[str, list[str]] = {
     "torch": [*_CONVOLUTIONS, *_AUTOCAST_PRODUCTS],
     "torch.nn.functional": [*_CONVOLUTIONS, "linear"],
