@@ -232,10 +232,12 @@ def tune(script: Script, repositories: Path, folder: Path, out: Path, options: S
 
 
 def confirmed(results: Mapping[str, Any]) -> str:
-    """Return whether the measured interval of whole epochs contains the promise; nothing where none was trained."""
+    """Return whether the measured interval of whole epochs contains the promise of one; nothing of none trained."""
     epochs = results.get("epochs", {})
     if "promised" not in epochs:
         return epochs.get("error", "")
+    if not epochs["promised_epochs"]:
+        return "of steps alone"
     if epochs["interval"] is None:
         return "one pair"
     low, high = epochs["interval"]

@@ -45,7 +45,8 @@ class Doctor(Callback):
     from the Trainer: the rest of the run costs nothing. Losses are bitwise the same as without it.
 
     It starts first thing in ``fit``. It ends with its report, with an error of its own, with an exception of the run,
-    or when training ends. No error of its own ever ends the run.
+    or when training ends. No error of its own is raised into the run, which continues without it, unless ``stop`` is to
+    end the program anyway.
 
     Args:
         warmup: Steps before the measurement, at least 1.
@@ -58,9 +59,9 @@ class Doctor(Callback):
         stop: Whether to end the program with status 0 once the report is complete. The model has then trained for a few
             steps only, so none of the program's handlers run (``finally:``, ``except:``, ``on_exception``,
             ``on_train_end``, ``atexit``), nor anything after ``fit``: nothing is overwritten, and files already written
-            are kept. Ctrl-C and SIGTERM end the program in the same way, after ``on_exception`` of earlier callbacks.
-            With several ranks the run continues, because the other ranks would wait for this one. In a notebook this
-            ends the kernel.
+            are kept. Ctrl-C and SIGTERM end the program in the same way, after ``on_exception`` of earlier callbacks,
+            and so does an error of the Doctor's own, with status 1. With several ranks the run continues, because the
+            other ranks would wait for this one. In a notebook this ends the kernel.
         border: How to treat the end of the first epoch, with its validation, checkpoints and hooks. ``"wait"`` reports
             after it if, judging by the timed steps, it is less than five minutes away, otherwise right after the
             watched steps. ``"cut"``, which requires ``stop``, ends the first epoch after these steps and its validation
@@ -127,6 +128,7 @@ class Doctor(Callback):
         self._guard = Guard(self._give_up)
         self._begin = time.time() if next(_made) else start_of_process()
         self._short: ShortEpochs | None = None
+        self._examined: Any = None  # the Trainer of a program that an error of the Doctor's own ends
         self._log: Any = None
 
     @property
@@ -149,6 +151,9 @@ class Doctor(Callback):
         if self.superseded or self._session is not None or self.report is not None or not is_fitting(trainer):
             return
         self.reports = trainer.is_global_zero
+        if self.stop and trainer.world_size == 1:
+            # If it continued, possibly with shortened epochs, it would overwrite the results of a longer run.
+            self._examined, self._guard.outlook = trainer, "The program is ended, as it would be after the report."
         # Only the first rank watches.
         plan = self.plan if self.reports else Plan(self.plan.warmup, self.plan.timed, 0)
         self._session = Session(plan, trainer, self._guard, self._begin, frame)
@@ -181,7 +186,7 @@ class Doctor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop watching, report, and let the exception pass. Ctrl-C and SIGTERM end the program like ``stop``."""
-        session = self._session
+        session, self._examined = self._session, None  # the program ends with its own error
         if session is None:
             return
         if self._is_enough(session):
@@ -216,6 +221,8 @@ class Doctor(Callback):
             if self._short is not None:
                 self._short.close()
             self._leave(session.trainer)
+        if self._examined is not None:
+            self._end_program(self._examined, 1)
 
     def _leave(self, trainer: Any) -> None:
         """Remove this callback from the Trainer; the list being iterated over stays unchanged."""

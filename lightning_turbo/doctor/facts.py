@@ -175,6 +175,7 @@ class FitFacts:
     parts: tuple[PartTime, ...] = ()  # empty if no epoch has begun
     epochs: float = math.inf  # largest number of epochs
     batches: float = 0  # per epoch
+    knows_length: bool = True  # whether this is the length of an epoch, and not only what was seen of the first one
     validations: float = 0.0  # per epoch
     validated: float = 0.0  # batches per validation
     watched_epochs: int = 0

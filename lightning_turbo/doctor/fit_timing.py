@@ -108,6 +108,7 @@ class Projection:
         length: How long the fit will be.
         step: Seconds of the mean timed step; 0 if none was timed.
         starts_again: Whether each epoch restarts its worker processes.
+        most: Number of batches after which the Doctor may have ended the first epoch.
     """
 
     timing: FitTiming
@@ -115,6 +116,7 @@ class Projection:
     length: Length
     step: float
     starts_again: bool
+    most: float = math.inf
 
     @property
     def has_border(self) -> bool:
@@ -123,8 +125,14 @@ class Projection:
 
     @property
     def batches(self) -> float:
-        """Batches per epoch, as far as known."""
+        """Batches per epoch; those of the first one if the Trainer does not know their number."""
         return self.length.batches if self.length.batches < math.inf else self.counts[0].steps
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether the length of an epoch is known: the Trainer knows it, or the first epoch ended by itself."""
+        first = self.counts[0]
+        return self.length.batches < math.inf or (first.ended and first.steps < self.most)
 
     @property
     def ended(self) -> int:
@@ -206,6 +214,7 @@ class Projection:
             parts=tuple(parts),
             epochs=self.length.epochs,
             batches=self.batches,
+            knows_length=self.knows_length,
             validations=self.length.validations,
             validated=self.length.validated,
             watched_epochs=sum(count.ended for count in self.counts),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from lightning_turbo.measure import print_lines
 
 __all__ = ["Guard", "describe_error", "say"]
 
@@ -23,10 +24,14 @@ class Guard:
 
     Args:
         give_up: Removes the Doctor from the run, after an error.
+
+    Attributes:
+        outlook: What the message about an error says of the run.
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self.failed = False
+        self.outlook = "Training goes on without it."
         self._give_up = give_up
         self._gave_up = False
 
@@ -50,7 +55,7 @@ class Guard:
             if RAISES:
                 raise
             self.failed = True
-            say(f"Doctor: {describe_error(error)} ended its look at this run. Training goes on without it.")
+            say(f"Doctor: {describe_error(error)} ended its look at this run. {self.outlook}")
             return None
 
 
@@ -64,6 +69,4 @@ def describe_error(error: Exception) -> str:
 def say(text: str) -> None:
     """Write text to standard output, whatever characters its encoding has; ignore a closed one."""
     with contextlib.suppress(OSError, ValueError):
-        # A replacement of sys.stdout may have no encoding.
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        sys.stdout.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
+        print_lines(text)

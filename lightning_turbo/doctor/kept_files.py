@@ -24,8 +24,9 @@ class KeptFiles:
     """Keeps a copy of each file that Python code or ``torch.save`` is about to write, replace or remove.
 
     ``ShortEpochs`` starts it after the last watched step, because the hooks at the end of a shortened epoch would save
-    their results; ``put_back`` ends it. Until then, every file that is touched either has a copy or is known to be new.
-    A Python audit hook reports the files; it cannot be removed, but does nothing afterwards.
+    their results; ``put_back`` ends it. Until then, every file that is touched either has a copy or is known to be new:
+    what cannot be copied, as on a full disk, is not written either, and the program gets the error. A Python audit hook
+    reports the files; it cannot be removed, but does nothing afterwards.
 
     Note:
         Files that libraries write themselves, in C or in another process, are not seen.
@@ -92,8 +93,6 @@ class KeptFiles:
             elif there:
                 shutil.copy2(name, copy, follow_symlinks=False)
             self._copies[name] = copy if there else None
-        except OSError:
-            pass  # unreadable: the program will get its own error, if any
         finally:
             self._is_busy = False
 

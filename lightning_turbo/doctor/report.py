@@ -192,6 +192,8 @@ def _fit_rows(fit: FitFacts, width: int) -> Iterator[str]:
     total = fit.whole if is_known else fit.each()
     seen = f"{fit.watched_steps} steps, {fit.watched_validated} batches of validation"
     seen += ", the border between two epochs" if fit.has_border else ", no border between two epochs"
+    if not fit.knows_length:
+        seen += f"; how many batches an epoch has is not known, here it is {fit.batches:g}"
     whole = f"{fit.epochs:g} epochs take {_duration(total)}" if is_known else f"an epoch takes {_duration(total)}"
     yield from ("", *textwrap.wrap(f"The fit, projected from what was watched of it ({seen}): {whole}:", width))
     for part in fit.parts:
@@ -212,7 +214,8 @@ def _duration(seconds: float) -> str:
 
 def _fit_as_json(fit: FitFacts) -> dict[str, Any]:
     """Return the table as plain values; infinity becomes ``None``."""
-    numbers = ("epochs", "batches", "validations", "validated", "watched_epochs", "watched_steps", "saves", "whole")
+    numbers = ("epochs", "batches", "knows_length", "validations", "validated")
+    numbers += ("watched_epochs", "watched_steps", "saves", "whole")
     return {
         **{name: value if (value := getattr(fit, name)) < math.inf else None for name in numbers},
         "parts": [{**dataclasses.asdict(part), "title": PARTS[part.name]} for part in fit.parts],

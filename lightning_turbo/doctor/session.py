@@ -220,7 +220,7 @@ class Session:
             if action.startswith("[") and phase_of(action) == "hooks"
         }
         step = sum(sum(each.values()) for each in steps) / max(len(steps), 1)
-        projection = Projection(self.parts, self.clock.epochs, self.length, step, starts_again)
+        projection = Projection(self.parts, self.clock.epochs, self.length, step, starts_again, self.plan.needed)
         return projection.facts(hooks, self._site_of_action)
 
     def _site_of_action(self, action: str) -> Site | None:

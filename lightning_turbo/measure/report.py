@@ -47,7 +47,9 @@ def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> li
 
 
 def print_lines(*lines: str, stream: TextIO | None = None) -> None:
-    """Write lines to a stream; ``None`` takes standard output."""
+    """Write lines to a stream, whatever letters that takes; ``None`` takes standard output."""
     target = sys.stdout if stream is None else stream
-    target.write("".join(f"{line}\n" for line in lines))
+    encoding = getattr(target, "encoding", None) or "utf-8"  # an object in its place may have none
+    text = "".join(f"{line}\n" for line in lines)
+    target.write(text.encode(encoding, "backslashreplace").decode(encoding))
     target.flush()

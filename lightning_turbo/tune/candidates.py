@@ -31,7 +31,7 @@ SHORT_EPOCH = 200  # in batches; starting a worker process takes as long as some
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What the first runs found out about the script and the machine; see ``probe.describe``."""
+    """What the first runs found out about the script and the machine; see ``describe.describe``."""
 
     step_ms: float
     one_batch_ms: float  # per step, with the same batch every time
@@ -62,7 +62,7 @@ class Baseline:
         """The duration of an epoch; ``None`` if its length is unknown."""
         if self.batches is None:
             return None
-        return (self.batches - (self.border_ms > 0)) * self.step_ms + self.border_ms + self.validation_ms
+        return (self.batches - bool(self.border_ms)) * self.step_ms + self.border_ms + self.validation_ms
 
     @property
     def waiting_ms(self) -> float:

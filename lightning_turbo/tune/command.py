@@ -97,7 +97,8 @@ def _train_epochs(runner: ScriptRunner, search: Search, baseline: Baseline, inte
     """Return the comparison of whole epochs, including a sentence."""
     seconds = (baseline.epoch_ms or 0.0) / 1e3
     with runner:
-        epochs = compare_epochs(train_epochs(runner, search.chosen, seconds, interrupt), search.final)
+        found = train_epochs(runner, search.chosen, seconds, interrupt)
+    epochs = compare_epochs(found, search.final)
     return {**epochs, "sentence": describe_epochs(epochs)}
 
 
@@ -110,7 +111,7 @@ def _tune_batch_size(runner: ScriptRunner, out: Path, stream: TextIO | None) -> 
     sizes = BatchSizes(runner)
     sizes.run()
     with whole_file(out / "batch_size.md") as part:
-        part.write_text(f"{sizes.as_text()}\n")
+        part.write_text(f"{sizes.as_text()}\n", encoding="utf-8")
     print_lines(sizes.as_text(), "", str(out / "batch_size.md"), stream=stream)
 
 

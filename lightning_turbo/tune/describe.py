@@ -19,7 +19,7 @@ from lightning_turbo.nn.bias import LAYERS, NORMS
 from lightning_turbo.nn.memory_format import has_format
 from lightning_turbo.tune.pipeline import describe_random_part
 
-__all__ = ["STRATEGIES_OF_RANKS", "describe", "describe_batches", "describe_network"]
+__all__ = ["STRATEGIES_OF_RANKS", "describe", "describe_batches", "describe_epoch", "describe_network"]
 
 STRATEGIES_OF_RANKS = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -28,7 +28,6 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
     """Return the fields of ``Baseline`` that need no measurement, and the number of batches per step."""
     loader = _training_loader(trainer)
     device = trainer.strategy.root_device.type
-    batches = _whole(trainer.num_training_batches)
     loading = describe_loader(loader)
     has = {
         "dataloader": loading.standard,
@@ -52,12 +51,19 @@ def describe(trainer: Any, module: Any) -> dict[str, Any]:
     return {
         "device": device,
         "num_workers": loading.workers,
-        "batches": batches,
-        "epochs": _epochs(trainer, batches),
-        "validations": _validations(trainer, batches),
+        **describe_epoch(trainer, _whole(trainer.num_training_batches)),
         "lacks": [need for need, there in has.items() if not there],
         "accumulate": int(trainer.accumulate_grad_batches),
         "random_part": describe_random_part(getattr(loader, "dataset", None)),
+    }
+
+
+def describe_epoch(trainer: Any, batches: int | None) -> dict[str, Any]:
+    """Return the fields of ``Baseline`` that depend on how many batches an epoch has; ``None`` is not known."""
+    return {
+        "batches": batches,
+        "epochs": _epochs(trainer, batches),
+        "validations": _validations(trainer, batches),
     }
 
 

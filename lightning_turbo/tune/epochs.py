@@ -122,7 +122,8 @@ def compare_epochs(found: Mapping[str, Any], promise: Comparison) -> dict[str, A
     Returns:
         ``found`` and, unless an epoch is incomplete, ``"share"`` of training steps without the recommendation,
         ``"factor"`` (the mean speedup of an epoch over the pairs), ``"interval"`` (its 95 % interval, or ``None`` for
-        one pair), ``"promised"`` and ``"expected"``: the promised factor and its interval.
+        one pair), ``"promised"`` and ``"expected"``: the promised factor and its interval, and
+        ``"promised_epochs"``: whether it is a factor of epochs, or of steps alone.
     """
     if "error" in found:
         return dict(found)
@@ -136,6 +137,7 @@ def compare_epochs(found: Mapping[str, Any], promise: Comparison) -> dict[str, A
         "interval": interval_of(logs),
         "promised": 1 / promise.ratio,
         "expected": [low, high],
+        "promised_epochs": promise.of_epochs,
     }
 
 
@@ -150,11 +152,12 @@ def describe_epochs(epochs: Mapping[str, Any]) -> str:
         if (other := after["metrics"].get(name)) is not None and value is not None
     ]
     promised, (low, high) = epochs["promised"], epochs["expected"]
+    of = "" if epochs["promised_epochs"] else "of training steps alone "
     measured = epochs["interval"]
     between = f" ({measured[0]:.2f} to {measured[1]:.2f} in {len(epochs['factors'])} pairs)" if measured else ""
     return (
         f"A whole epoch, validated to its end, took {three_digits(before['seconds'])} s without and "
         f"{three_digits(after['seconds'])} s with it: {epochs['factor']:.2f} times as fast{between}; promised were "
-        f"{promised:.2f} ({low:.2f} to {high:.2f}). Training steps were {100 * epochs['share']:.0f} % of it. "
+        f"{of}{promised:.2f} ({low:.2f} to {high:.2f}). Training steps were {100 * epochs['share']:.0f} % of it. "
         f"Logged, without and with: {', '.join(metrics) or 'nothing'}."
     )

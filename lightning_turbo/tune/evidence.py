@@ -54,24 +54,26 @@ def epoch_parts(row: Mapping[str, Any]) -> tuple[int, float, float] | None:
         return None
     borders, validations = numbers.get("borders", []), numbers.get("validations", [])
     validation = facts.get("validations", 0.0) * statistics.median(validations) if validations else 0.0
-    return facts["batches"] - bool(borders), statistics.median(borders) if borders else 0.0, validation
+    return facts["batches"], statistics.median(borders) if borders else 0.0, validation
 
 
-def epoch_by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
-    """Return the seconds per epoch for each round of a row; seconds per step if epochs have no known length."""
-    steps, parts = seconds_by_sweep(row), epoch_parts(row)
-    if parts is None:
-        return steps
-    batches, border, validation = parts
-    return {sweep: batches * seconds + border + validation for sweep, seconds in steps.items()}
+def epoch_by_sweep(row: Mapping[str, Any], batches: int) -> dict[int, float]:
+    """Return the seconds per epoch of this many batches, for each round of a row."""
+    _, border, validation = epoch_parts(row) or (batches, 0.0, 0.0)
+    steps = batches - bool(border)
+    return {sweep: steps * seconds + border + validation for sweep, seconds in seconds_by_sweep(row).items()}
 
 
 @dataclass
 class Comparison:
-    """One configuration compared with another, process by process: by epoch times if the epoch length is known."""
+    """One configuration compared with another, process by process, by epoch times.
+
+    If the length of an epoch was unknown in any of the processes, all of them are compared by step times.
+    """
 
     logs: list[float] = field(default_factory=list)  # log ratio of the times in each pair of processes
     of_steps: list[float] = field(default_factory=list)  # the same for step times
+    of_epochs: bool = True  # whether ``logs`` are of epochs, and not of steps
     error: str = ""  # why there are no more pairs: the error of a process
     no_effect: str = ""  # this package's own warning that the first has no effect
     refused: bool = False  # whether it cannot be measured at all, as opposed to a failure
@@ -110,6 +112,8 @@ class Comparison:
             return "not measured"
         spread = f"{1 / self.interval[1]:.2f} to {1 / self.interval[0]:.2f}" if self.interval else "in one process"
         epoch, step = f"{1 / self.ratio:.2f}", f"{1 / self.step_ratio:.2f}"
+        if not self.of_epochs:
+            return f"a step {step} times as fast ({spread})"
         return f"{epoch} times as fast ({spread}{'' if step == epoch else f'; a step {step}'})"
 
     def add(self, above: Mapping[str, Any], below: Mapping[str, Any], *, steps_only: bool = False) -> None:
@@ -118,12 +122,22 @@ class Comparison:
             self.error = (above["reason"] or above["status"]).rstrip(".")
             self.refused = above["status"] == "skipped"
             return
+        steps = log_quotients(above, below)  # none if the other process failed
         if steps_only:
-            self.logs += log_quotients(above, below)
-        else:
-            self.logs += log_quotients(above, below, epoch_by_sweep)
-            self.of_steps += log_quotients(above, below)
+            self.logs += steps
+        elif steps:
+            self._add_epoch(steps, above, below)
         self.losses = above["numbers"].get("losses", []), below["numbers"].get("losses", [])
+
+    def _add_epoch(self, steps: list[float], above: Mapping[str, Any], below: Mapping[str, Any]) -> None:
+        """Add a pair by epoch times. Both have the denominator's length, which may depend on what the model does."""
+        self.of_steps += steps
+        length = epoch_parts(below)
+        self.of_epochs = self.of_epochs and None not in (epoch_parts(above), length)
+        if self.of_epochs and length is not None:
+            self.logs += log_quotients(above, below, lambda row: epoch_by_sweep(row, length[0]))
+        else:
+            self.logs = list(self.of_steps)
 
 
 def compare_losses(losses: Sequence[float | None], other: Sequence[float | None]) -> str:

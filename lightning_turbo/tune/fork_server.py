@@ -24,13 +24,16 @@ __all__ = ["CAN_FORK", "ForkServer", "ForkedProcess", "main"]
 CAN_FORK = sys.platform == "linux"  # libraries of macOS do not survive a fork, and Windows has none
 MESSAGE = 4096  # bytes, of an order or an answer
 SECONDS = 300.0  # the server counts as hung after this time
-UNKNOWN = 255  # the exit status of a process whose server has died
+UNKNOWN = 255  # the exit status of a process if the server can no longer tell it
 
 
 class ForkServer:
     """A process that imports modules and then only forks: each ``popen`` starts a copy of it.
 
-    Importing torch and Lightning takes several seconds; a copy has them at once.
+    Importing torch and Lightning takes several seconds; a copy has them at once. The ``forkserver`` of
+    ``multiprocessing`` is not enough: a process has only one, with one environment, while variables such as
+    OMP_NUM_THREADS must be set before torch is imported; and it runs a pickled function, without pipes for standard
+    input and output.
 
     The ``ScriptRunner`` starts one for each environment of its processes. It ends with ``close``, or at the end of its
     socket if the runner dies. It runs no code of the script, computes nothing and touches no device, so copies inherit
@@ -168,27 +171,41 @@ def _serve(orders: socket.socket) -> str:
         if not message:
             return ""
         order = json.loads(message)
-        answer: dict[str, Any] = {"number": order["number"]}
         if "poll" in order:
-            pid, status = os.waitpid(order["poll"], os.WNOHANG)
-            answer["status"] = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            try:
-                copied = _fork()
-            except OSError as error:
-                copied, answer["error"] = -1, str(error)
-            if copied == 0:
-                os.setsid()
-                for descriptor, file in enumerate(files):
-                    os.dup2(file, descriptor)
-            for file in files:
-                os.close(file)
-            if copied > 0:
-                continue  # the copy answers from its own session
-            answer |= {"pid": os.getpid()} if copied == 0 else {}
-        orders.send(json.dumps(answer).encode())
-        if "pid" in answer:
+            _answer(orders, order, status=_status_of(order["poll"]))
+        elif _start(orders, order, files):
             return order["start"]
+
+
+def _status_of(pid: int) -> int | None:
+    """Return the exit status of a copy, or ``None`` while it runs."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # Ctrl-C interrupted the runner before it read an earlier answer
+        return UNKNOWN
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _start(orders: socket.socket, order: Mapping[str, Any], files: Sequence[int]) -> bool:
+    """Fork, and return whether this is the copy, which answers from its own session."""
+    try:
+        pid = _fork()
+    except OSError as error:
+        _answer(orders, order, error=str(error))
+        pid = -1
+    if pid == 0:
+        os.setsid()
+        for descriptor, file in enumerate(files):
+            os.dup2(file, descriptor)
+    for file in files:
+        os.close(file)
+    if pid == 0:
+        _answer(orders, order, pid=os.getpid())
+    return pid == 0
+
+
+def _answer(orders: socket.socket, order: Mapping[str, Any], **found: Any) -> None:
+    orders.send(json.dumps({"number": order["number"], **found}).encode())
 
 
 def _fork() -> int:

@@ -7,6 +7,8 @@ callbacks while it constructs a Trainer; at that moment the settings are applied
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import sys
 import time
 import traceback
@@ -31,7 +33,7 @@ from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import combined_loader, replace_strategy
 from lightning_turbo.doctor.ending import end_program
 from lightning_turbo.measure import Meter
-from lightning_turbo.tune.describe import STRATEGIES_OF_RANKS, describe, describe_batches
+from lightning_turbo.tune.describe import STRATEGIES_OF_RANKS, describe, describe_batches, describe_epoch
 from lightning_turbo.tune.endless import Endless
 from lightning_turbo.tune.muted import Muted
 from lightning_turbo.tune.pipeline import MovedAugmentation, describe_packing
@@ -41,10 +43,11 @@ __all__ = ["PhaseProbe", "Probe", "WholeEpoch", "prepare_trainer", "trainer_in_c
 
 LOSSES = 400  # of the first steps, for comparison
 STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy")
+BORDER_SECONDS = 3.0  # of steps until the end of an epoch of unknown length
 
 
 class Repeat:
-    """Repeats the first batch of a loader, in epochs of the same length."""
+    """Repeats the first batch of a loader, in epochs of the same length; other attributes are the loader's."""
 
     def __init__(self, loader: Any) -> None:
         self.repeated = loader
@@ -57,14 +60,22 @@ class Repeat:
     def __len__(self) -> int:
         return len(self.repeated)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the loader's own attribute, which a script may read."""
+        return getattr(vars(self)["repeated"], name)
+
 
 class Probe(Callback):
     """Counts the steps of ``fit``, with one repeated batch, or of the loader alone, and ends the script.
 
     A step is the time between the ends of two batches. If an epoch ends in between, it is a border instead: the end of
     the epoch with its hooks, the start of loading, and the first batch. Borders and validations are timed separately,
-    so that an epoch can be composed of its parts. ``worker.measure_program`` creates a probe for each Trainer of the
-    script.
+    so that an epoch can be composed of its parts. If Lightning does not know the number of batches, as of a generator
+    that runs the trained policy, completed epochs determine it.
+
+    ``worker.measure_program`` creates a probe for each Trainer of the script; the first Trainer that runs starts it. It
+    ends itself, together with the process, after the last measured step or after an error. It is the first callback of
+    its Trainer, and no step includes the time during which it waits for its turn.
 
     Args:
         meter: Counts and times the steps.
@@ -82,6 +93,8 @@ class Probe(Callback):
         self.borders: list[float] = []  # seconds
         self.numbers: dict[str, Any] = {}  # further reported values
         self.counts_borders = False  # whether borders count as steps
+        self._lengths: list[int] = []  # batches of completed epochs, if Lightning does not know their number
+        self._gives_up = math.inf  # when to stop waiting for a border
         self.refusal = ""
         self.error: BaseException | None = None  # ended fit, or prevented the settings from being applied
         self._waited = False
@@ -154,6 +167,13 @@ class Probe(Callback):
         # If every epoch has one batch, a step includes its border.
         self._is_first = self._ended > 0.0 and trainer.num_training_batches > 1
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Count the batches of an epoch if Lightning does not know their number."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if trainer.num_training_batches == math.inf and progress.is_last_batch:
+            self._lengths.append(progress.current.ready)
+            self.facts |= describe_epoch(trainer, round(statistics.fmean(self._lengths)))
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch, or time the border before it."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -203,11 +223,19 @@ class Probe(Callback):
         return seconds
 
     def _go_to_border(self, trainer: Any) -> None:
-        """Make the next batch the last one of its epoch, unless a border was already timed."""
-        batches = trainer.num_training_batches
-        if self.borders or batches == float("inf") or batches < 2 or self.counts_borders or self.mode != "step":
+        """Make the next batch the last one of its epoch, unless a border was already timed.
+
+        If the number of batches is unknown, the epoch continues instead, for a limited time.
+        """
+        batches, now = trainer.num_training_batches, time.perf_counter()
+        if batches == math.inf:
+            self._gives_up = min(self._gives_up, now + BORDER_SECONDS)
+        has_none = batches < 2 or self.counts_borders or self.mode != "step"
+        if self.borders or has_none or now > self._gives_up:
             if not self.meter.end_border():
                 end_program()
+            return
+        if batches == math.inf:
             return
         # The script sees the index of that batch, as if the batches in between were over.
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher

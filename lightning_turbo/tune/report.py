@@ -30,7 +30,10 @@ COVERS = (
     "Factors are of an epoch: steps, its border (end, start of loading, first batch) and validation, projected from "
     "some batches of it. Checkpoints, set-up and what is outside of fit are not in them."
 )
-STEPS = "Factors are of training steps, because epochs have no length here."
+STEPS = (
+    "Factors are of training steps alone: Lightning does not know how many batches an epoch has, and none ended while "
+    "it was measured. What loading does at the beginning of an epoch is not in them; --confirm measures whole epochs."
+)
 BUSY = 0.1  # cores used by other programs that are worth reporting
 
 
@@ -305,7 +308,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
     paths = [write_json(results, out / "tune.json")]
     for name, text in texts.items():
         with whole_file(out / name) as part:
-            part.write_text(text)
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")
         paths.append(out / name)
     (out / "tune.png").unlink(missing_ok=True)  # from an earlier search
     if search.baseline is not None and not why_no_picture():

@@ -19,7 +19,7 @@ from lightning_turbo.doctor.script import check_script
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import CAN_HOLD, Interrupt, Process, Progress, Turns, new_row
 from lightning_turbo.tune.candidates import Candidate, combine
-from lightning_turbo.tune.evidence import Configuration
+from lightning_turbo.tune.evidence import DEFAULT, Configuration
 from lightning_turbo.tune.fork_server import CAN_FORK, ForkServer
 
 __all__ = ["ScriptRunner", "TuneSettings"]
@@ -79,8 +79,8 @@ class ScriptRunner:
     The first process is a fresh one. Later ones are forks of a process that has imported torch and Lightning, if
     possible.
 
-    ``run_tune`` uses it as a ``with`` block, whose end also ends the servers that start the forks. Between two calls of
-    ``measure``, no process of the script is alive.
+    ``run_tune`` uses it as a ``with`` block, once more for whole epochs; its end also ends the servers that start the
+    forks. ``measure`` leaves no process of the script alive; the caller of ``spawn`` closes what it returns.
 
     Args:
         settings: Settings, including the script.
@@ -106,6 +106,7 @@ class ScriptRunner:
         self.cost = 5.0
         self.order = {"steps": 3, "lead": 1}
         self.warmup = 3
+        self._has_borders = True  # whether processes reach the end of an epoch
         self._numbers = itertools.count()
         self._took: list[float] = []
         self._lightning = ""  # the copy of Lightning to import before forking; empty: do not fork
@@ -139,10 +140,13 @@ class ScriptRunner:
         begun = time.monotonic()
         # Measured one after the other, the order A B B A cancels a steady drift of the machine.
         direction = 1 if len(self._took) % 2 == 0 else -1
-        turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS, border=True)
+        turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS, border=self._has_borders)
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # the first process reads uncached files
         self._look_for_copy(rows.values())
+        as_it_is = rows.get(str(DEFAULT), {})
+        if as_it_is.get("status") == "ok" and not as_it_is["numbers"]["facts"]["batches"]:
+            self._has_borders = False  # no border is near, so the next processes do not wait for one
         return {configuration: rows[name] for name, configuration in by_name.items()}
 
     def _look_for_copy(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -126,24 +126,27 @@ class Search:
         first = self._measure([DEFAULT])[DEFAULT]
         if first["status"] != "ok":
             raise TurboError(f"the script cannot be measured: {first['reason'] or first['status']}")
-        facts = first["numbers"]["facts"]
-        self.runner.set_pace(_seconds(first), facts.get("accumulate", 1))
+        accumulate = first["numbers"]["facts"].get("accumulate", 1)
+        self.runner.set_pace(_pace(_seconds(first), epoch_parts(first)), accumulate)
         configurations = [DEFAULT, Configuration(mode="one batch"), Configuration(mode="loader")]
         rows = self._measure(configurations)
         step, one_batch, loader = (1e3 * _seconds(rows[configuration]) for configuration in configurations)
         # Three processes at once may be too many, for the memory of a GPU or for a port; the first one ran alone.
+        as_it_is = rows[DEFAULT] if rows[DEFAULT]["status"] == "ok" else first
+        facts = dict(as_it_is["numbers"]["facts"])
         step = step or 1e3 * _seconds(first)
         one_batch = one_batch or step
         facts["packing"] = rows[configurations[2]]["numbers"].get("facts", {}).get("packing", "")
         facts["phases"] = rows[configurations[1]]["numbers"].get("phases", {})
-        parts = epoch_parts(rows[DEFAULT] if rows[DEFAULT]["status"] == "ok" else first)
+        parts = epoch_parts(as_it_is)
         facts["border_ms"], facts["validation_ms"] = (1e3 * part for part in parts[1:]) if parts else (0.0, 0.0)
         return Baseline(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
 
     def _begin(self, baseline: Baseline) -> None:
         """Set the pace, and exclude candidates that the headroom does not support."""
         self.on_headroom(baseline)
-        self.runner.set_pace(baseline.step_ms / 1e3, baseline.accumulate)
+        parts = None if baseline.batches is None else (baseline.batches, baseline.border_ms / 1e3, 0.0)
+        self.runner.set_pace(_pace(baseline.step_ms / 1e3, parts), baseline.accumulate)
         for trial in self.trials.values():
             reason = why_not(trial.candidate, baseline)
             trial.why = f"not tried because {reason}" if reason else ""
@@ -419,6 +422,14 @@ def _is_as_good(trial: Trial, best: Trial) -> bool:
 def _can_beat(trial: Trial, best: Trial | None) -> bool:
     """Return whether a candidate may beat the best gaining one of its kind, if there is one."""
     return best is None or best.alone.interval is None or trial.alone.ratio <= best.alone.interval[1]
+
+
+def _pace(step: float, parts: tuple[int, float, float] | None) -> float:
+    """Return the seconds per step including its share of the border, because rounds may include borders."""
+    if parts is None:
+        return step
+    batches, border, _ = parts
+    return step + border / batches
 
 
 def _seconds(row: Mapping[str, Any]) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from lightning_turbo.doctor.script import run_program
+from lightning_turbo.doctor.script import Ending, run_program
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from lightning_turbo.measure import Channel, Meter, SkippedError, end_process, limit_memory, open_channel, serve
 
@@ -60,15 +60,16 @@ def measure_program(task: Mapping[str, Any], meter: Meter, report: Callable[[Fin
             return [*probe.prepare_trainer(probe.trainer_in_construction(), task, made[-1]), made[-1]]
 
     def end(status: int) -> int:
-        report(lambda: {**_found(made, meter, None), "no_effect": no_effect})
+        report(lambda: {**_found(made, meter, Ending()), "no_effect": no_effect})
         return status
 
     ending = run_program(task["program"], task["arguments"], callbacks, module=task["module"], at_end=end)
-    report(lambda: _found(made, meter, ending.error))
+    report(lambda: _found(made, meter, ending))
 
 
-def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapping[str, Any]:
+def _found(made: list[Probe], meter: Meter, ending: Ending) -> Mapping[str, Any]:
     """Return the results of the first ``fit``, or raise an exception that says why nothing was measured."""
+    error = ending.error
     for probe in made:
         if probe.refusal:
             raise SkippedError(probe.refusal)
@@ -77,6 +78,7 @@ def _found(made: list[Probe], meter: Meter, error: BaseException | None) -> Mapp
         raise SkippedError(reason) if (reason := _why_skipped(error, made)) else error
     if not meter.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
+        found += f", and ended with exit status {ending.status}: its log says why" if ending.status else ""
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")
     return next(each for each in made if each.facts).found()
 

@@ -14,6 +14,7 @@ from benchmarks.public import SCRIPTS, Script
 EPOCHS = {
     "default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factors": [1.45, 1.5, 1.55], "factor": 1.5,
     "interval": [1.42, 1.58], "promised": 1.44, "expected": [1.3, 1.6],
+    "promised_epochs": True,
 }  # fmt: skip
 FOUND = {"chosen": {"settings": ["lean", "fused"], "ratio": 0.5, "interval": [0.4, 0.625]}, "epochs": EPOCHS}
 FOUND |= {"other_cores": 0.2}
@@ -28,6 +29,8 @@ def test_a_row_tells_what_was_promised_and_whether_the_measured_interval_contain
     assert public.row("gan", other)[4:] == ["1.50 (1.45-1.80)", "3", "23 %", "no"]
     one = {**FOUND, "epochs": {**EPOCHS, "factors": [1.5], "interval": None}}
     assert public.row("gan", one)[4:] == ["1.50", "1", "", "one pair"]
+    steps = {**FOUND, "epochs": {**EPOCHS, "promised_epochs": False}}
+    assert public.row("gan", steps)[-1] == "of steps alone"
     assert public.row("gan", NOTHING) == ["`gan`", "nothing helps here", "", "", "", "", "", ""]
     failed = {**FOUND, "epochs": {"default": {"seconds": 12.0}, "error": "chosen failed: no data"}}
     assert public.row("gan", failed)[3:] == ["12.0", "", "", "", "chosen failed: no data"]

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_turbo
 from lightning_turbo import ApexAMP, Doctor, PrefetchDataModule
+from lightning_turbo.doctor.report import as_text
 from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, images, rules, trained, trainer
 from tests.ranks import run_ranks
 
@@ -488,3 +489,30 @@ def test_it_leaves_the_trainer_after_its_steps_with_all_that_it_measured_with():
     assert doctor.report is not None
     assert reference() is None
     assert [each for each in batches if each() is not None] == []
+
+
+class Rollouts(IterableDataset):
+    """Takes some time before each epoch, whose length nobody knows beforehand."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        time.sleep(0.5)
+        yield from (images(1)[0] for _ in range(self.batches))
+
+
+@pytest.mark.parametrize(("batches", "level", "told"), [
+    (4, "warning", "% of it (measured)"), (60, "info", "% of one of 8 batches, if it has no more (measured)"),
+])  # fmt: skip
+def test_what_an_epoch_of_unknown_length_costs_is_told_with_its_length(batches, level, told):
+    class Generated(Noisy):
+        def train_dataloader(self):
+            return DataLoader(Rollouts(batches), batch_size=1)
+
+    trained(doctor := Doctor(warmup=1, timed=5, watched=2), model=Generated, max_epochs=3)
+    (found,) = (each for each in doctor.report.findings if each.rule == "slow-first-batch")
+    assert found.level == level
+    assert told in found.cost
+    said = " ".join(as_text(doctor.report).split())
+    assert ("how many batches an epoch has is not known, here it is 8" in said) == (level == "info")

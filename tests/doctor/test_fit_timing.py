@@ -100,3 +100,16 @@ def test_how_often_a_fit_validates_is_read_off_the_trainer(settings, validations
     length = fit_length(SimpleNamespace(**{**trainer, **settings}), 7)
     assert length.validations == pytest.approx(validations)
     assert length.epochs == 7
+
+
+@pytest.mark.parametrize(("batches", "steps", "ended", "known"), [
+    (100, 10, True, True), (100, 5, False, True),
+    (math.inf, 9, True, True),  # of a generator whose first epoch was seen to its end
+    (math.inf, 10, True, False),  # that the look may have cut short
+    (math.inf, 9, False, False),
+])  # fmt: skip
+def test_whether_the_length_of_an_epoch_is_known(batches, steps, ended, known, timing):
+    counts = [EpochCount(steps=steps, ended=ended)]
+    projection = Projection(timing, counts, Length(20, batches), step=0.5, starts_again=False, most=10)
+    facts = projection.facts({}, str)
+    assert (facts.knows_length, facts.batches) == (known, steps if batches == math.inf else batches)

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_turbo import Doctor
 from lightning_turbo.doctor import guard
+from tests.children import status_of_child
 from tests.integration.doctor_runs import Noisy, trained
 
 SHORT = {"warmup": 1, "timed": 2, "watched": 2}
@@ -51,6 +52,23 @@ def test_an_error_of_the_doctor_is_a_line_and_the_run_goes_on_with_the_same_bits
     assert "Training goes on without it" in line
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
     assert type(module.trainer.profiler).__name__ == "PassThroughProfiler"
+
+
+@pytest.mark.usefixtures("contained")
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_of_the_doctor_ends_a_program_that_it_was_to_end(place, monkeypatch, tmp_path, capfd):
+    """Its epochs may be cut short: what it came to must not be written over the weights of a long run."""
+    (tmp_path / "last").write_text("of a long run")
+
+    class Saves(Noisy):
+        def on_train_epoch_end(self):
+            (tmp_path / "last").write_text("of some steps")
+
+    monkeypatch.setattr(f"lightning_turbo.doctor.{PLACES[place]}", fails)
+    doctor = Doctor(**SHORT, stop=True, border="cut")
+    assert status_of_child(lambda: trained(doctor, model=Saves, max_epochs=2)) == 1
+    assert "The program is ended, as it would be after the report." in capfd.readouterr().out
+    assert (tmp_path / "last").read_text() == "of a long run"
 
 
 @pytest.mark.usefixtures("contained")

@@ -1,5 +1,6 @@
 """Files that hooks touch at a border which only the Doctor brings about are put back as they were."""
 
+import errno
 import json
 import os
 import pathlib
@@ -76,6 +77,28 @@ def test_a_folder_that_is_removed_comes_back_and_later_writes_stay(tmp_path):
     assert (tmp_path / "run" / "weights").read_bytes() == b"old"
     assert (tmp_path / "report").read_text() == "later"
     assert torch.load(tmp_path / "saved") == {}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_cannot_be_copied_is_not_written(write, tmp_path, monkeypatch):
+    """The disk that has the copies is full."""
+
+    def full(*given, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "final.pt"
+    path.write_bytes(b"weights of a long run")
+    monkeypatch.setattr(shutil, "copy2", full)
+
+    def run():
+        files = KeptFiles()
+        files.begin()
+        with pytest.raises(OSError, match="No space left"):
+            WRITES[write](path)
+        files.put_back()
+
+    in_child(run)
+    assert path.read_bytes() == b"weights of a long run"
 
 
 def test_what_is_read_is_left_alone(tmp_path):

@@ -68,11 +68,11 @@ VALIDATES = replace(rank(), outside={"before fit": 0.0, "setting up the data": 7
 WORKERS = replace(LOADER, workers=2)
 
 
-def fit(loader=LOADER, validations=1.0, hooks=(), **parts):
+def fit(loader=LOADER, validations=1.0, hooks=(), known=True, **parts):
     """A run with epochs of 10 seconds, beside some parts of these seconds each."""
     rest = 10.0 - sum(parts.values()) if sum(parts.values()) < 5 else 10.0
     times = tuple(PartTime(name=name, each=seconds) for name, seconds in {"steps": rest, **parts}.items())
-    facts = FitFacts(parts=times, epochs=9, batches=100, validations=validations, hooks=hooks)
+    facts = FitFacts(parts=times, epochs=9, batches=100, validations=validations, hooks=hooks, knows_length=known)
     return replace(CPU, fit=facts, loader=loader, validation_loader=loader, epochs=9, batches=100)
 
 
@@ -225,6 +225,7 @@ CASES = {
         (fit(**{"first batch": 1.2}), "warning"),
         (fit(start=0.7, **{"first batch": 0.5}), "warning"),
         (fit(**{"first batch": 0.6}), "info"),
+        (fit(known=False, **{"first batch": 3.0}), "info"),  # a stream, whose epochs may be much longer
         (fit(**{"first batch": 0.4}), None),
         (fit(loader=WORKERS, **{"first batch": 3.0}), None),  # of processes that start again another rule tells
         (CPU, None),

@@ -236,6 +236,9 @@ def test_packing_is_timed_without_what_is_random(script, steps, words):
 @pytest.mark.parametrize(("text", "arguments", "reason"), [
     (SCRIPT, {"strategy": "ddp", "devices": 2}, "its Trainer has strategy DDPStrategy and 2 devices; expected one"),
     ("print('no training')", {}, "it made no Trainer; expected a script that makes a Trainer and calls fit"),
+    ("import argparse\nargparse.ArgumentParser().parse_args(['--wrong'])", {},
+     "it made no Trainer, and ended with exit status 2: its log says why; expected"),
+    ("import sys\nsys.exit('no data')", {}, "it made no Trainer, and ended with exit status 1: its log says why"),
     ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
 ])  # fmt: skip
 def test_a_script_that_cannot_be_run_so_says_why(script, text, arguments, reason):

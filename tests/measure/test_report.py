@@ -1,8 +1,10 @@
 """Numbers and tables as they are written into reports."""
 
+import io
+
 import pytest
 
-from lightning_turbo.measure import markdown_table, three_digits
+from lightning_turbo.measure import markdown_table, print_lines, three_digits
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,14 @@ def test_the_columns_of_a_table_stand_below_one_another():
         "| a\\|b    | 0.8     |",
         "| O1      | 12.3456 |",
     ]
+
+
+@pytest.mark.parametrize(("encoding", "written"), [
+    ("utf-8", "Größe \\udcff\n"), ("ascii", "Gr\\xf6\\xdfe \\udcff\n"), (None, "Größe \\udcff\n"),
+])  # fmt: skip
+def test_a_line_is_printed_whatever_letters_the_terminal_has(encoding, written):
+    """A file name may have bytes that are no letters."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding) if encoding else io.StringIO()
+    print_lines("Größe \udcff", stream=stream)
+    found = stream.buffer.getvalue().decode(encoding) if encoding else stream.getvalue()
+    assert found == written

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_turbo.measure import new_row
-from lightning_turbo.tune.evidence import Comparison, epoch_by_sweep, epoch_parts
+from lightning_turbo.tune.evidence import Comparison, epoch_by_sweep
 
 
 def row(step, *, batches=10, borders=(), validations=(), each=0.0):
@@ -20,11 +20,9 @@ def row(step, *, batches=10, borders=(), validations=(), each=0.0):
     (row(0.1, borders=[0.5], validations=[2.0, 3.0], each=1.0), 9 * 0.1 + 0.5 + 2.5),
     (row(0.1, validations=[2.0], each=4.0), 1.0 + 8.0),
     (row(0.1, validations=[2.0], each=0.5), 1.0 + 1.0),
-    (row(0.1, batches=None, borders=[0.5]), 0.1),
 ])  # fmt: skip
 def test_the_seconds_of_an_epoch(found, seconds):
-    assert epoch_by_sweep(found) == pytest.approx({0: seconds, 1: seconds})
-    assert (epoch_parts(found) is None) == (seconds == 0.1)
+    assert epoch_by_sweep(found, 10) == pytest.approx({0: seconds, 1: seconds})
 
 
 def test_the_factor_of_an_epoch_has_that_of_a_step_beside_it():
@@ -38,3 +36,35 @@ def test_the_factor_of_an_epoch_has_that_of_a_step_beside_it():
     only.add(row(0.05, borders=[0.1]), row(0.1, borders=[0.1]), steps_only=True)
     assert only.logs == pytest.approx([math.log(0.5)])
     assert str(only) == "2.00 times as fast (in one process)"
+
+
+UNKNOWN = {"batches": None, "borders": []}
+
+
+def test_epochs_whose_length_follows_from_the_training_are_compared_at_the_length_of_the_script_as_it_is():
+    comparison = Comparison()
+    comparison.add(row(0.1, batches=30, borders=[4.0]), row(0.1, batches=20, borders=[4.0]))
+    assert comparison.ratio == pytest.approx(1.0), "more batches are no slower setting"
+    comparison.add(row(0.05, batches=10, borders=[4.0]), row(0.1, batches=20, borders=[4.0]))
+    assert math.exp(comparison.logs[1]) == pytest.approx((19 * 0.05 + 4.0) / (19 * 0.1 + 4.0))
+
+
+@pytest.mark.parametrize("unknown", [(0,), (1,), (0, 1)], ids=["with it", "without it", "both"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_epoch_is_not_compared_with_a_step(unknown, at):
+    """A generator has no length, and not every process has come to an end of it."""
+    comparison = Comparison()
+    for pair in range(2):
+        sides = [row(seconds, **UNKNOWN) if pair == at and side in unknown else row(seconds, borders=[4.0])
+                 for side, seconds in enumerate((0.05, 0.1))]  # fmt: skip
+        comparison.add(*sides)
+    assert comparison.logs == pytest.approx([math.log(0.5)] * 2), "of steps alone, in all pairs"
+    assert str(comparison) == "a step 2.00 times as fast (2.00 to 2.00)"
+
+
+def test_a_process_that_fails_leaves_the_others_as_they_are():
+    comparison = Comparison()
+    for below in (row(0.1, borders=[0.1]), {**new_row(), "status": "failed"}, row(0.1, borders=[0.1])):
+        comparison.add(row(0.05, borders=[0.1]), below)
+    assert len(comparison.logs) == len(comparison.of_steps) == 2
+    assert comparison.of_epochs

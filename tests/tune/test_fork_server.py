@@ -12,7 +12,7 @@ import pytest
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import Process
-from lightning_turbo.tune.fork_server import CAN_FORK, ForkServer
+from lightning_turbo.tune.fork_server import CAN_FORK, UNKNOWN, ForkServer
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="needs a system that forks")
 PROGRAM = """
@@ -100,6 +100,19 @@ def test_a_copy_is_waited_for_and_ended(server, tmp_path):
 def test_the_answer_to_an_order_that_was_given_up_is_no_answer_to_the_next(server):
     server._orders.send(json.dumps({"number": -1, "start": "program"}).encode())
     assert server.ask({"start": "program"})["number"] == 0
+
+
+def test_the_end_of_a_copy_whose_status_was_lost_is_told(server, tmp_path):
+    """Ctrl-C came between the order and its answer."""
+    with (tmp_path / "copy.log").open("wb") as log:
+        copy = server.popen([sys.executable, "-m", "program"], stderr=log)
+    os.kill(copy.pid, signal.SIGKILL)
+    while server.ask({"poll": copy.pid})["status"] is None:
+        time.sleep(0.01)
+    assert copy.wait(60.0) == UNKNOWN
+    copy.stdin.close()
+    copy.stdout.close()
+    assert server.ask({"start": "program"})["pid"], "the server goes on"
 
 
 def test_a_server_that_has_died_starts_nothing_and_says_why(server, tmp_path):

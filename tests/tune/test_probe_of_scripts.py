@@ -13,11 +13,11 @@ from lightning_turbo.tune.worker import measure_program
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
 SCRIPT = """
-import math, os, torch
+import math, os, time, torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 def note(path, text):
     with open(path, "a") as file:
@@ -49,10 +49,21 @@ class Own(Logger):
     def log_metrics(self, metrics, step=None): note("wrote", "a metric")
     def log_hyperparams(self, params): pass
 
+class Rollouts(IterableDataset):
+    # Steps that the policy takes before each epoch; how many batches they make depends on it.
+    lengths = []
+    def __iter__(self):
+        time.sleep(0.05)
+        length = LENGTHS[len(self.lengths) % len(LENGTHS)]
+        self.lengths.append(length)
+        for _ in range(length):
+            yield module.net.weight.detach().mean(0), len(self.lengths) % 4
+
 data = DataLoader(TensorDataset(torch.randn(32, 8), torch.arange(32) % 4), 4)
+module = M()
 settings = {"accelerator": "cpu", "max_epochs": 3, "logger": False}
 settings |= {"enable_progress_bar": False, "enable_model_summary": False}
-Trainer(**{**settings, ARGUMENTS}).fit(M(), data, data)
+Trainer(**{**settings, ARGUMENTS}).fit(module, TRAIN, data)
 """
 CONSTANT = "torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 1)"
 TABLE = {each.name: each for each in list_candidates(2)}
@@ -62,7 +73,7 @@ class Ended(BaseException):
     """In place of the end of this process."""
 
 
-def run(monkeypatch, *, names=(), mode="step", steps=30, **places):
+def run(monkeypatch, *, names=(), mode="step", steps=30, lengths=(), **places):
     """Measure the script in this process, with lines for its places."""
 
     def end_process(status=0):
@@ -74,6 +85,7 @@ def run(monkeypatch, *, names=(), mode="step", steps=30, **places):
     for name in ("STEP", "EPOCH", "END"):
         text = text.replace(name, places.get(name.lower(), "pass"))
     text = text.replace("SCHEDULE", places.get("schedule", CONSTANT)).replace("ARGUMENTS", places.get("arguments", ""))
+    text = text.replace("TRAIN", "DataLoader(Rollouts(), 1)" if lengths else "data").replace("LENGTHS", str(lengths))
     Path("train.py").write_text(textwrap.dedent(text))
     orders = iter([{"order": "round", "lead": 2, "steps": steps}, {"order": "border"}, {"order": "end"}])
     task = {"program": "train.py", "module": False, "arguments": [], "mode": mode, "ranks": 1, "batch_size": 0}
@@ -139,6 +151,13 @@ def test_a_script_reads_its_own_trainer(places, monkeypatch):
     assert not Path("wrote").exists() or Path("wrote").read_text() == ""
 
 
+@pytest.mark.parametrize("mode", ["step", "one batch"])
+@pytest.mark.parametrize("lengths", [(), [8]], ids=["a dataset", "a generator"])
+def test_a_script_reads_its_own_loader(mode, lengths, monkeypatch):
+    read = "loader = self.trainer.train_dataloader; assert loader.num_workers == 0; assert loader.dataset is not None"
+    assert run(monkeypatch, mode=mode, lengths=lengths, epoch=read)["losses"]
+
+
 def test_it_begins_again_where_its_training_would_end(monkeypatch):
     """Three epochs of eight steps, again and again; the weights go on."""
     found = run(monkeypatch, steps=60, step="note('steps', f'{self.current_epoch}.{batch_idx} ')")
@@ -173,6 +192,31 @@ def test_a_border_is_reached_in_a_long_epoch_and_a_validation_is_projected(monke
     assert seen[at + 1] == 0, "and then the next epoch"
     assert len(found["borders"]) == 1
     assert found["validations"][-1] >= 50 * 0.01, "two of its batches stand for all"
+
+
+@pytest.mark.parametrize(("lengths", "steps", "arguments", "batches", "borders", "validations", "epochs"), [
+    ([8], 30, "", 8, 4, 1.0, 3),
+    ([6, 8], 30, "", 7, 4, 1.0, 3),  # 6, 8, 6, 8 and a part
+    ([50], 10, "", 50, 1, 1.0, 3),  # it goes on to the end of the first epoch
+    ([8], 30, '"val_check_interval": 3', 8, 4, 2.0, 3),
+    ([8], 30, '"val_check_interval": 10', 8, 4, 0.0, 3),
+    ([8], 40, '"max_epochs": -1, "max_steps": 20', 8, 5, 1.0, 2.5),  # 8, 8, and 4 of the third
+    ([2], 10, "", 2, 6, 1.0, 3),
+])  # fmt: skip
+def test_where_nobody_knows_how_long_an_epoch_is_those_that_end_tell_it(
+    lengths, steps, arguments, batches, borders, validations, epochs, monkeypatch
+):
+    found = run(monkeypatch, lengths=lengths, steps=steps, arguments=arguments)
+    facts = found["facts"]
+    assert (facts["batches"], facts["validations"], facts["epochs"]) == (batches, validations, epochs)
+    assert len(found["borders"]) == borders
+    assert min(found["borders"]) >= 0.05, "the rollouts are in the border"
+
+
+def test_the_end_of_an_endless_epoch_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("lightning_turbo.tune.probe.BORDER_SECONDS", 0.1)
+    found = run(monkeypatch, lengths=[10**9])
+    assert (found["facts"]["batches"], found["borders"]) == (None, [])
 
 
 TRIPS = {

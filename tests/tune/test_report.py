@@ -70,6 +70,11 @@ def test_whole_epochs_are_told_beside_what_was_to_be_expected():
     assert "not measured: chosen failed: no data" in describe_epochs(failed)
 
 
+def test_what_was_promised_of_steps_alone_is_told_so():
+    promise = Comparison([math.log(0.5)], of_epochs=False)
+    assert "promised were of training steps alone 2.00 (" in describe_epochs(compare_epochs(EPOCHS, promise))
+
+
 class Epochs:
     """A runner whose processes train for some rounds, and end with the next of these numbers of seconds, or fail."""
 
@@ -142,7 +147,8 @@ def test_of_long_epochs_one_pair_is_trained(seconds, factors, error, monkeypatch
 
 
 def test_pairs_that_are_whole_count_where_a_later_one_fails():
-    assert train_epochs(Epochs(4.0, 2.0, 1.0, None), Configuration(("O1",)), 1.0, Interrupt())["factors"] == [2.0]
+    found = train_epochs(Epochs(4.0, 2.0, 1.0, None), Configuration(("O1",)), 1.0, Interrupt())
+    assert found["factors"] == [2.0]
 
 
 def test_an_epoch_and_the_fit_are_told_where_their_length_is_known():
@@ -158,7 +164,7 @@ def test_an_epoch_and_the_fit_are_told_where_their_length_is_known():
 
 
 NAMES = ("O1", "fused", "lean", "tf32")
-HEADLINE = "2.50 times as fast (2.50 to 2.50) with fused + O1, other maths"
+HEADLINE = "a step 2.50 times as fast (2.50 to 2.50) with fused + O1, other maths"  # epochs have no length here
 
 
 def test_the_files_hold_what_was_found(tmp_path):
@@ -211,7 +217,7 @@ def test_the_words_come_first_and_fit_a_terminal_and_markdown():
     verdict, why, then, table, *_ = text.split("\n\n")
     assert verdict == f"`python train.py`: {HEADLINE}: losses in the picture."
     assert why.startswith("Why: Your step takes 4.00 ms, with one batch again and again 3.00 ms")
-    assert why.endswith("Factors are of training steps, because epochs have no length here.")
+    assert why.endswith("is not in them; --confirm measures whole epochs.")
     assert "Trainer(**turbo(" in then
     assert "--config turbo.yaml" in then
     rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()]

@@ -19,8 +19,8 @@ FEW_BATCHES = 50
 
 
 def _level(facts: Facts, seconds: float) -> str:
-    """Return the level of something that takes this many seconds per epoch."""
-    return "warning" if seconds > LEAST and seconds > SHARE * facts.fit.each() else "info"
+    """Return the level of something that takes this many seconds per epoch; info if its share is not known."""
+    return "warning" if facts.fit.knows_length and seconds > LEAST and seconds > SHARE * facts.fit.each() else "info"
 
 
 def _is_little(facts: Facts, seconds: float) -> bool:
@@ -29,7 +29,8 @@ def _is_little(facts: Facts, seconds: float) -> bool:
 
 def _hit(facts: Facts, what: str, seconds: float, *, site: Site | None = None, remedy: str = "") -> Hit:
     share = seconds / (facts.fit.each() or 1.0)
-    cost = f"{seconds:.2f} s an epoch, {share:.0%} of it (measured)"
+    of = "it" if facts.fit.knows_length else f"one of {facts.fit.batches:g} batches, if it has no more"
+    cost = f"{seconds:.2f} s an epoch, {share:.0%} of {of} (measured)"
     return Hit(what, site, cost, _level(facts, seconds), epoch_seconds=seconds, remedy=remedy)
 
 
