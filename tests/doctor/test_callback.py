@@ -502,17 +502,14 @@ class Rollouts(IterableDataset):
         yield from (images(1)[0] for _ in range(self.batches))
 
 
-@pytest.mark.parametrize(("batches", "level", "told"), [
-    (4, "warning", "% of it (measured)"), (60, "info", "% of one of 8 batches, if it has no more (measured)"),
-])  # fmt: skip
-def test_what_an_epoch_of_unknown_length_costs_is_told_with_its_length(batches, level, told):
+@pytest.mark.parametrize(("batches", "known"), [(4, True), (60, False)])
+def test_what_an_epoch_of_unknown_length_costs_is_told_with_its_length(batches, known):
     class Generated(Noisy):
         def train_dataloader(self):
             return DataLoader(Rollouts(batches), batch_size=1)
 
     trained(doctor := Doctor(warmup=1, timed=5, watched=2), model=Generated, max_epochs=3)
-    (found,) = (each for each in doctor.report.findings if each.rule == "slow-first-batch")
-    assert found.level == level
-    assert told in found.cost
+    found = [each.level for each in doctor.report.findings if each.rule == "slow-first-batch"]
+    assert found == (["warning"] if known else [])
     said = " ".join(as_text(doctor.report).split())
-    assert ("how many batches an epoch has is not known, here it is 8" in said) == (level == "info")
+    assert ("how many batches an epoch has is not known, here it is 8" in said) == (not known)

@@ -196,12 +196,12 @@ def test_a_border_is_reached_in_a_long_epoch_and_a_validation_is_projected(monke
 
 @pytest.mark.parametrize(("lengths", "steps", "arguments", "batches", "borders", "validations", "epochs"), [
     ([8], 30, "", 8, 4, 1.0, 3),
-    ([6, 8], 30, "", 7, 4, 1.0, 3),  # 6, 8, 6, 8 and a part
+    ([6, 8], 30, "", 7, 5, 1.0, 3),  # 6, 8, 6, 8, 6 and a part
     ([50], 10, "", 50, 1, 1.0, 3),  # it goes on to the end of the first epoch
     ([8], 30, '"val_check_interval": 3', 8, 4, 2.0, 3),
     ([8], 30, '"val_check_interval": 10', 8, 4, 0.0, 3),
-    ([8], 40, '"max_epochs": -1, "max_steps": 20', 8, 5, 1.0, 2.5),  # 8, 8, and 4 of the third
-    ([2], 10, "", 2, 6, 1.0, 3),
+    ([8], 40, '"max_epochs": -1, "max_steps": 20', 8, 6, 1.0, 2.5),  # 8, 8, and 4 of the third
+    ([2], 10, "", 2, 10, 1.0, 3),
 ])  # fmt: skip
 def test_where_nobody_knows_how_long_an_epoch_is_those_that_end_tell_it(
     lengths, steps, arguments, batches, borders, validations, epochs, monkeypatch

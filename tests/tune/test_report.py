@@ -223,9 +223,9 @@ def test_the_words_come_first_and_fit_a_terminal_and_markdown():
     rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines()]
     assert rows[0] == ["setting", "how it ended", "result"]
     assert {name: end for name, end, _ in rows[2:]} == {
-        "lean": "no gain: 1.00 times as fast (1.00 to 1.00)",
-        "fused": "kept: alone 1.25 times as fast (1.25 to 1.25)",
-        "O1": "kept: alone 2.00 times as fast (2.00 to 2.00)",
+        "lean": "no gain: a step 1.00 times as fast (1.00 to 1.00)",
+        "fused": "kept: alone a step 1.25 times as fast (1.25 to 1.25)",
+        "O1": "kept: alone a step 2.00 times as fast (2.00 to 2.00)",
         "tf32": "not tried because it needs a CUDA device",
     }
     assert len({line.index("|", 2) for line in table.splitlines() if "---" not in line}) == 1, "in columns"

@@ -227,7 +227,7 @@ def test_of_two_of_a_kind_that_hardly_differ_the_plainer_one_is_recommended(fact
     made = search(Machine(factors, noise=0.002), PRECISION)
     assert made.chosen.names == (chosen,)
     (other,) = set(factors) - {chosen}
-    assert made.trials[other].why.startswith(f"no better than {chosen} of its kind: 1.")
+    assert made.trials[other].why.startswith(f"no better than {chosen} of its kind: a step 1.")
 
 
 def test_lightnings_own_is_recommended_where_the_better_one_may_be_chance():
@@ -262,7 +262,7 @@ def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
     assert [len(trial.alone.logs) for trial in made.trials.values()] == [1, 1, 1]
     assert made.chosen.names == ("lean",)
     assert made.trials["fused"].why.startswith(
-        "undecided because the time that was left was needed to confirm a gain: 1."
+        "undecided because the time that was left was needed to confirm a gain: a step 1."
     )
     assert made.trials["fused"].why.endswith("times as fast (in one process)")
 
@@ -301,7 +301,7 @@ def test_ctrl_c_keeps_what_was_measured(stop):
     assert made.chosen.names == ()
     ended, _, best = made.verdict.partition("; the best so far is ")
     assert ended == "nothing is recommended: the search was ended before the last comparison"
-    assert best.startswith("channels-last: 1.4") == (stop > 2)
+    assert best.startswith("channels-last: a step 1.4") == (stop > 2)
     assert not any("the time" in trial.why for trial in made.trials.values())
     assert (made.baseline is not None) == (stop > 1)
     assert sum(bool(trial.alone.logs) for trial in made.trials.values()) >= 4 * (stop > 2)
