@@ -29,7 +29,7 @@ TOPICS = {
     "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "starts", "patches", "patches-read", "lengths"),
     "Augmentation": ("augment", "transforms", "sample-seeds"),
     "Computing": ("precision", "networks", "compiled", "overhead", "lightning-versions", "groups", "memory", "saves"),
-    "Whole runs": ("public", "promises", "tune", "ablation", "segmentation3d", "stops", "peers"),
+    "Whole runs": ("public", "promises", "tune", "ablation", "segmentation3d", "resume", "stops", "peers"),
 }
 # Modules whose functions pages name with them -> where they are.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
