@@ -2,7 +2,8 @@
 
 They are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
 Lightning's classes from this one, so that they come from the copy that the program uses. Only this module,
-``_trainer``, ``strategies.lean_loop``, ``callbacks.exact_resume`` and ``callbacks.preemption`` use private parts of it.
+``_trainer``, ``strategies.lean_loop``, ``callbacks.exact_resume``, ``callbacks.resume`` and ``callbacks.preemption``
+use private parts of it.
 """
 
 from __future__ import annotations

@@ -56,16 +56,24 @@ def seeds_of(seed: int, epoch: int, index: int, kind: str = "sample") -> tuple[i
     return for_torch, for_python, for_numpy
 
 
-_batch = threading.local()  # what seeds the samples of the batch that a thread loads
+class _Batch(threading.local):
+    """The batch that a thread loads by ``__getitems__``: what seeds its samples, while it is loaded."""
+
+    seeder: Callable[[int], None] | None = None
+
+
+_batch = _Batch()
 
 
 @contextlib.contextmanager
 def _seeding_samples(seeder: Callable[[int], None]) -> Iterator[None]:
+    # A dataset may iterate another seeded loader meanwhile.
+    before = _batch.seeder
     _batch.seeder = seeder
     try:
         yield
     finally:
-        del _batch.seeder
+        _batch.seeder = before
 
 
 def seed_sample(index: int) -> None:
@@ -74,9 +82,8 @@ def seed_sample(index: int) -> None:
     Where sample seeds are on, the numbers drawn after it follow from the seed, the epoch and ``index``, as those of a
     dataset that loads sample by sample; elsewhere it does nothing.
     """
-    seeder = getattr(_batch, "seeder", None)
-    if seeder is not None:
-        seeder(index)
+    if _batch.seeder is not None:
+        _batch.seeder(index)
 
 
 def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
@@ -171,7 +178,10 @@ def index_sampler_name(loader: DataLoader[Any]) -> str:
 
 
 class BatchKey(list[Any]):
-    """The indices of a batch as they travel to the process that loads it, with its epoch and number."""
+    """The indices of a batch on their way to the process that loads it, with the epoch and the number of the batch.
+
+    The sampler of a seeded loader makes one for each batch. ``SeededDataset`` and ``SeededCollate`` read it.
+    """
 
     def __init__(self, indices: Any = (), epoch: int = 0, number: int = 0) -> None:
         super().__init__(indices)
@@ -180,15 +190,16 @@ class BatchKey(list[Any]):
 
 
 class CountedEpochs:
-    """The common part of the two samplers below: the epoch of a pass, and the keys of its batches.
+    """The common part of the two samplers below: they count passes, and yield the key of each batch.
 
-    The number of a pass is ``given``, what a Trainer said of it; otherwise that of the sampler inside, if it has one;
-    otherwise ``epoch``, which each pass that is begun counts on by one.
+    ``add_seeds`` puts one around the sampler of a loader, and it stays there as long as the loader. The epoch of a pass
+    is ``given`` if a Trainer tells it; otherwise that of the sampler inside if it has one; otherwise ``epoch``. Always:
+    it is decided when the first batch of the pass is asked for, and ``epoch`` is the one after it from then on.
 
     Attributes:
         sampler: The sampler inside.
-        epoch: The number of the next pass.
-        given: The same as a Trainer tells it, of the next pass alone; ``None`` without one.
+        epoch: The epoch of the next pass, counted by the passes that have begun.
+        given: The epoch of the next pass as a Trainer tells it; ``None`` if there is no Trainer. It holds for one pass.
         first: The number of the first batch, which is above 0 in the rest of an epoch.
     """
 
@@ -198,13 +209,13 @@ class CountedEpochs:
     first = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, also that of the sampler inside, where it has one."""
+        """Set the epoch of the next pass, and that of the sampler inside if it has one."""
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def begin_pass(self, epoch: int) -> None:
-        """Set the epoch of the next pass, and leave that of the sampler inside, which has an owner of its own."""
+        """Set the epoch of the next pass alone. Somebody else sets that of the sampler inside."""
         self.epoch = epoch
 
     def _keyed(self, batches: Iterator[Any]) -> Iterator[BatchKey]:
@@ -233,7 +244,12 @@ class EpochBatchSampler(CountedEpochs, BatchSampler):
 
 
 class EpochSampler(CountedEpochs, Sampler[Any]):
-    """Any other sampler of a loader, whose batches then know their epoch and number."""
+    """Stands around any other sampler of a loader, so that its batches know their epoch and number.
+
+    Args:
+        sampler: The sampler inside.
+        batched: Whether it yields batches. Otherwise each of its indices is a batch of one.
+    """
 
     def __init__(self, sampler: Any, batched: bool) -> None:
         self.sampler = sampler
@@ -248,10 +264,15 @@ class EpochSampler(CountedEpochs, Sampler[Any]):
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset before each sample of which the generators are seeded; see ``seed_samples``.
+    """Stands around a dataset, and seeds the generators before each sample is loaded; see ``seed_samples``.
 
-    All other attributes and methods are the dataset's own, to read and to set: a ``worker_init_fn`` and callbacks reach
-    it through this object as they would without seeds.
+    ``add_seeds`` puts it in the place of the dataset of a loader, and it stays there as long as the loader. Always: in
+    the training process the global generators are as before once samples are loaded. All other attributes and methods
+    are the dataset's own, to read and to set: a ``worker_init_fn`` and callbacks reach it as they would without seeds.
+
+    Args:
+        dataset: The dataset inside.
+        seed: An integer from 0 to ``2**32 - 1``.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -288,7 +309,7 @@ class SeededDataset(Dataset[Any]):
         return key, samples
 
     def __getattr__(self, name: str) -> Any:
-        # Not those that Python and pickle ask of this object itself, which may be without attributes still.
+        # Not those that Python and pickle ask of this object itself, which may have no attributes yet.
         if name.startswith("__") or "_seeded_dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._seeded_dataset, name)
@@ -301,7 +322,15 @@ class SeededDataset(Dataset[Any]):
 
 
 class SeededCollate:
-    """A ``collate_fn`` before each call of which the generators are seeded; see ``seed_samples``."""
+    """Stands around a ``collate_fn``, and seeds the generators before each call; see ``seed_samples``.
+
+    ``add_seeds`` puts it in the place of the ``collate_fn`` of a loader. Always: its argument is from a
+    ``SeededDataset``.
+
+    Args:
+        collate_fn: The function inside.
+        seed: An integer from 0 to ``2**32 - 1``.
+    """
 
     def __init__(self, collate_fn: Any, seed: int) -> None:
         self.collate_fn = collate_fn
@@ -316,16 +345,30 @@ class SeededCollate:
 
 
 class Seeder:
-    """Seeds the generators of this process, and what ``root`` holds, for which it is searched once an epoch."""
+    """Seeds the global generators of this process, and the generators and transforms that an object holds.
+
+    ``SeededDataset`` and ``SeededCollate`` have one each, for what they stand around. Always: what the object holds is
+    looked for once in each epoch, so that a transform that is exchanged counts from the next epoch on.
+
+    Args:
+        root: The object.
+        seed: An integer from 0 to ``2**32 - 1``.
+    """
 
     def __init__(self, root: Any, seed: int) -> None:
         self._root = root
         self._base = check_seed(seed)
-        self._searched = -1
-        self._held = []
+        self._searched = -1  # the epoch in which it was searched last
+        self._held: list[Any] = []
 
     def __call__(self, kind: str, epoch: int, index: int) -> None:
-        """Seed all of them with ``seeds_of`` a sample, or of a batch."""
+        """Seed all of them.
+
+        Args:
+            kind: ``"sample"`` or ``"batch"``.
+            epoch: The epoch, from 0.
+            index: The index of the sample, or the number of the batch.
+        """
         if self._searched != epoch:
             parts = [self._root, *parts_in(self._root, _seeds_its_parts)]
             self._searched = epoch
@@ -357,7 +400,8 @@ def _seed(part: Any, seed: int) -> None:
         part.seed(seed)
     elif isinstance(part, np.random.Generator):
         part.bit_generator.state = type(part.bit_generator)(seed).state
-    elif hasattr(type(part), "set_random_seed"):  # Albumentations has both methods
+    # Of the two methods, Albumentations has both.
+    elif hasattr(type(part), "set_random_seed"):
         part.set_random_seed(seed)
     else:
         _set_random_state(part, seed)
@@ -402,5 +446,5 @@ def loads_batches(dataset: Any) -> bool:
 
 
 def _put_back() -> contextlib.AbstractContextManager[None]:
-    """Leave the generators of the training process as they were; those of a worker process serve nothing else."""
+    """Put the generators back afterwards in the training process; in a worker process nothing else draws from them."""
     return contextlib.nullcontext() if get_worker_info() is not None else same_random_numbers()

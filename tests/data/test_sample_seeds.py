@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo._random import shared_state
 from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
-from lightning_turbo.data.sample_seeds import seeds_of
+from lightning_turbo.data.sample_seeds import seed_sample, seeds_of
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded
 from tests.integration.noting import Save, fit, gives
@@ -160,6 +160,29 @@ def test_a_batch_loaded_in_one_call_follows_its_first_sample():
     assert torch.equal(load(4), load(4, num_workers=1))
     assert load(4)[:, 1].unique().numel() == 3
     assert torch.equal(load(4)[[0, 4, 8]], load(2)[[0, 4, 8]])
+
+
+class BySample(Rows):
+    """Loads a batch in one call, and seeds each sample; ``before`` is called once before the last one."""
+
+    before = staticmethod(lambda: None)
+
+    def __getitems__(self, indices):
+        samples = []
+        for index in indices:
+            if index == indices[-1]:
+                self.before()
+            seed_sample(index)
+            samples.append(torch.rand(()))
+        return samples
+
+
+def test_a_dataset_that_reads_another_seeded_loader_meanwhile_keeps_its_own_seeds():
+    inner = seed_samples(DataLoader(BySample(LENGTH), batch_size=3), SEED + 1)
+    outer = BySample(LENGTH)
+    plain = torch.cat(list(seed_samples(DataLoader(outer, batch_size=3), SEED)))
+    outer.before = lambda: list(inner)
+    assert torch.equal(torch.cat(list(seed_samples(DataLoader(outer, batch_size=3), SEED))), plain)
 
 
 def collate_one(row):

@@ -1,4 +1,4 @@
-"""``Background``: the thread that takes batches from an iterator, on ``prefetch_generator.BackgroundGenerator``."""
+"""``Background``: an iterator and the thread that takes batches from it, by ``prefetch_generator``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _logger = logging.getLogger("lightning_turbo.data")
 
 
 class Item(NamedTuple):
-    """What a load gave.
+    """The result of one load.
 
     Attributes:
-        batch: The batch; ``None`` where there is an error.
-        error: What was raised instead, ``StopIteration`` at the end of the source.
-        state: What the source said of itself after the batch, if it was asked.
+        batch: The batch; ``None`` if there is an error.
+        error: The error that was raised instead; ``StopIteration`` at the end of the source.
+        state: The state of the source after the batch, if it was asked for it.
     """
 
     batch: Any
@@ -43,19 +43,24 @@ class Item(NamedTuple):
 class Background:
     """The source of a ``PrefetchIterator``, and the thread that takes batches from it.
 
-    The iterator starts the thread when loading turns out to be slow. The thread ends with the source, after an error
-    (whoever keeps the error keeps the iterator), after ``limit`` batches, and on ``close``. It knows nothing of the
-    iterator, whose end closes it. Always: one thread at a time takes from the source, in order, and at most ``depth +
-    1`` batches are loaded and not taken yet.
+    Whoever makes the iterator makes this, a loader or the iterator itself. The iterator starts the thread when loading
+    turns out to be slow. The thread ends with the source, after an error (its traceback may keep the iterator, which
+    would end it otherwise), after ``limit`` batches, and on ``close``. The end of the iterator closes this object,
+    which does not refer to it. Always: one thread at a time takes from the source, in order, and at most ``depth + 1``
+    batches are loaded and not returned yet.
 
     Args:
         source: Any iterator.
-        lock: What is held while a batch is taken; not asked for where worker processes load, as no dataset code runs
-            in this process then.
-        limit: How many batches are taken ahead in all, at most; 0 for no thread.
+        lock: Held while a batch is taken, unless worker processes load: no dataset code runs in this process then.
+        limit: How many batches are taken in all while there is a thread; 0 for no thread.
         snapshot: Called after each batch; what it returns is the ``state`` of the item.
-        on_close: Called once, when the source is done with.
-        patience: Seconds that ``close`` waits for the batch that the thread is making; ``None`` for ``JOIN_TIMEOUT``.
+        on_close: Called once, when nobody takes from the source any more.
+        patience: Seconds that ``close`` waits for the batch that the thread is loading; ``None`` for ``JOIN_TIMEOUT``.
+
+    Attributes:
+        taken: How often a batch was asked of the source, its end included.
+        has_found_end: Whether the source has ended.
+        thread: The ``BackgroundGenerator``; ``None`` before it starts, and after its last item was returned.
     """
 
     def __init__(
@@ -78,14 +83,15 @@ class Background:
         self.taken = 0
         self.has_found_end = False
         self.process = locks.process
-        self.thread: Any = None  # the BackgroundGenerator; None again after its last item
-        # The collector may call ``close`` in any thread at any line, in the one that waits for room too. A lock of
-        # Python's would then be asked for by who holds it; a SimpleQueue and a bool have none.
+        self.thread: Any = None
+        # The collector may call ``close`` in any thread at any line, also in the thread that waits for room. With a
+        # lock of Python's that thread would wait for itself; a SimpleQueue and a bool have none.
         self.is_closed = False
-        self.room = queue.SimpleQueue[None]()  # an entry for each batch that the thread may still load
+        # An entry for each batch that the thread may still load.
+        self.room = queue.SimpleQueue[None]()
 
     def load(self, take: Callable[[], Any]) -> Item:
-        """Load one batch, in whichever thread calls this; its errors are part of the item."""
+        """Load one batch in the thread that calls this. Errors are returned as part of the item."""
         self.taken += 1
         try:
             with self.lock:
@@ -110,30 +116,32 @@ class Background:
         return take_in_slices(self.source, lambda: self.is_closed)
 
     def start(self, depth: int, measured: Callable[[float], None]) -> None:
-        """Start the thread, which keeps ``depth`` batches ready, in the modes of the calling one.
+        """Start the thread, in the modes of the calling one.
 
-        When it ends, it calls ``measured`` with the seconds that a batch took.
-
-        It has no room before it is known here. Otherwise an interrupt, which comes while the start is waited for, would
-        leave one behind that takes batches and that nobody ends.
+        Args:
+            depth: How many batches it keeps ready.
+            measured: Called when it ends, with the seconds that a batch took on average.
         """
         self.room = queue.SimpleQueue()
-        thread = self.thread = BackgroundGenerator(self._boxes(ThreadState(), measured), max_prefetch=0)
+        thread = BackgroundGenerator(self._boxes(ThreadState(), measured), max_prefetch=0)
+        self.thread = thread
+        # There is no room before this object knows the thread. Otherwise an interrupt in the call above would leave a
+        # thread behind that takes batches and that nobody ends.
         thread.name = f"lightning_turbo-prefetch-{id(thread):x}"
         for _ in range(depth + 1):
             self.room.put(None)
 
     def _boxes(self, modes: ThreadState, measured: Callable[[float], None]) -> Iterator[list[Item]]:
-        """Yield the items of the thread, each in a list that its taker empties.
+        """Yield the items of the thread, each in a list that ``get`` empties.
 
-        ``BackgroundGenerator`` holds on to what it passed on last. That would keep a batch longer than its taker does
-        and, with an error, through its traceback the iterator.
+        ``BackgroundGenerator`` keeps a reference to what it yielded last. Without the list that would keep a batch
+        longer than its taker does and, if it is an error, through its traceback the iterator.
         """
         modes.enter()
         locks.load_in_this_thread()
         if self.has_workers and self.stages:
-            # As in torch's own thread that pins memory: a copy is not to take all cores. Dataset code in this thread
-            # keeps the number of the calling thread, on which sums depend.
+            # As in torch's own thread that pins memory, a copy is not to take all cores. Where this thread runs dataset
+            # code the number stays that of the calling thread, on which the last bits of sums depend.
             torch.set_num_threads(1)
         take = self._take_in_slices if self.has_workers else self.take
         _logger.debug("thread started: it takes the batches of %s from number %d on", type(self.source), self.taken)
@@ -157,13 +165,21 @@ class Background:
             _logger.debug("thread ended: %d batches were taken of %s", self.taken, type(self.source))
             if self.taken > first:
                 measured(seconds / (self.taken - first))
-            # Who closed this may not have waited for this thread, see ``_is_over``; a second release does nothing.
+            # ``close`` may not have waited for this thread, see ``_is_over``. A second release does nothing.
             if self.is_closed:
                 self._release()
 
     def get(self, timeout: float | None) -> Item | None:
-        """Return the next item of the thread; ``None`` once it has ended and all of them were returned."""
-        thread = self.thread  # which another thread may take away that closes this
+        """Return the next item of the thread; ``None`` once it has ended and all items were returned.
+
+        Args:
+            timeout: Seconds to wait for it; ``None`` for as long as it takes.
+
+        Raises:
+            RuntimeError: If the item does not come in time.
+        """
+        # Read once: a thread that closes this object sets it to None.
+        thread = self.thread
         if thread is None:
             return None
         # BackgroundGenerator puts (True, box) for each box, and (False, ...) once the generator has ended.
@@ -173,7 +189,8 @@ class Background:
             raise RuntimeError(timeout_message(timeout or 0)) from None
         self.room.put(None)
         item = box.pop() if success else None
-        if item is None or item.error is not None:  # then the thread ends
+        # The thread ends after such an item.
+        if item is None or item.error is not None:
             thread.join()
             self.thread = None
         return item
@@ -188,7 +205,10 @@ class Background:
             return bool(waiting) and waiting[0][0] is True
 
     def close(self) -> None:
-        """End the thread, then release the source. May be called twice, by the collector, and in a forked child."""
+        """End the thread, then release the source.
+
+        May be called twice, and by the garbage collector. In a forked child, where there is no thread, it does nothing.
+        """
         if self.process != locks.process:
             return
         self.is_closed = True
@@ -197,12 +217,13 @@ class Background:
             self._release()
 
     def _is_over(self) -> bool:
-        """Wait for the thread to end, and tell whether it has; otherwise it releases the source itself as it ends."""
-        thread = self.thread  # which the thread that waits in ``get`` may take away meanwhile
+        """Wait for the thread to end, and tell whether it has; if not, it releases the source itself when it ends."""
+        # Read once: the thread that waits in ``get`` may set it to None meanwhile.
+        thread = self.thread
         if thread is None:
             return True
-        # The collector may close this in a prefetching thread, perhaps in the one to end, or while a batch is loaded.
-        # To wait there could be for ever.
+        # The collector may close this in a prefetching thread, perhaps in the very one, or while a batch is loaded. To
+        # wait there could take for ever.
         if locks.is_loading():
             return not thread.is_alive()
         thread.join(self.patience)
@@ -220,7 +241,7 @@ class Background:
         on_close = self.on_close
         self.on_close = None
         self.snapshot = None
-        # With what it had ready: a loader keeps this object until its next epoch.
+        # Let go of all batches: a loader keeps this object until its next epoch.
         self.source = iter(())
         self.stages = []
         self.thread = None

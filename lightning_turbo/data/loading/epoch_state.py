@@ -20,9 +20,9 @@ class GeneratorStates:
     """The states of random generators at one moment.
 
     Attributes:
-        shared: Those of the global RNGs, as ``_random.shared_state`` returns them; those of torch alone where nobody
-            draws from the others. Of a stream, those that its dataset holds are among them.
-        own: Those of the loader's own generator and of those that its samplers hold.
+        shared: Those of the global RNGs, as ``_random.shared_state`` returns them; of torch alone if nobody draws from
+            the others. Over a stream, those of the generators that the dataset holds are among them.
+        own: Those of the generators that the loader and its samplers hold.
     """
 
     shared: dict[str, Any]
@@ -31,12 +31,12 @@ class GeneratorStates:
 
 @dataclasses.dataclass(frozen=True)
 class OrderStart:
-    """How an epoch began, from which its order follows.
+    """The states at the beginning of an epoch, from which its order follows.
 
     Attributes:
         at_iter: The generators at ``iter()``, where some samplers draw.
-        at_first: Those before the first entry, where others draw; ``None`` before that.
-        epochs: The epochs of the samplers that have a number of one, from the outermost inwards.
+        at_first: The generators before the first entry, where others draw; ``None`` before that.
+        epochs: The epochs of those samplers that have one (``set_epoch``), from the outermost inwards.
     """
 
     at_iter: GeneratorStates
@@ -53,11 +53,11 @@ class StreamPlace:
         batch_size: Samples of a batch.
         workers: How many processes read the stream, at least 1.
         from_sample: How many samples were used when batches of this size and these processes began.
-        from_batch: How many batches those count as.
+        from_batch: As how many batches those count.
         is_resharded: Whether the epoch began with other batches or processes.
-        places: After how many batches the stream said what of itself in each process that reads it, with the states of
-            the global RNGs and of the generators that it holds beside it.
-        told_by: How many worker processes said it; 0 for the process of the loader.
+        places: The latest states of the stream itself: after how many batches, and for each process that reads it the
+            state, with the states of the global RNGs and of the generators that the stream holds.
+        told_by: How many worker processes told these states; 0 for the process of the loader.
     """
 
     stream: str
@@ -74,26 +74,27 @@ class StreamPlace:
 class EpochState:
     """Where a loader is in its epoch, and what it needs to go on there, or with the epoch after it.
 
-    A loader makes one for ``state_dict``, and keeps one that ``load_state_dict`` got until it has returned a batch.
-    Nothing changes it. Always: ``order`` and ``shards`` or ``stream`` are of the same epoch as ``consumed``. A loader
-    whose class keeps a state of its own gives that as it is, without this class around it.
+    A loader makes one for ``state_dict``. One that it gets by ``load_state_dict`` it keeps until it has returned a
+    batch. Nothing changes it. Always: ``order`` and ``shards`` or ``stream`` are of the same epoch as ``consumed``. A
+    loader whose class keeps a state of its own gives that as it is, without this class around it.
 
     Attributes:
         consumed: Batches of the epoch that were used.
         length: Batches of the whole epoch; ``None`` if the loader could not tell.
         ended: Whether the loader was asked for a batch after its last one.
         over: Whether the epoch is over, so that the next ``iter()`` begins the one after it.
-        end_follows: Whether the end is asked for after the last batch, at which some samplers draw once more: a loop
-            does, a Trainer does not.
+        end_follows: Whether whoever goes on has to ask for the end of the epoch that is over, because some samplers
+            draw once more there: a loop over the loader asks for it, a Trainer does not.
         order: How the epoch began; ``None`` before ``iter()``.
-        generators: The states of the generators of the loader and its samplers, as the next ``iter()`` finds them.
-        first_rng: In a state without a batch, the global RNGs, from which the order will be drawn; ``None`` if it is
+        generators: The states of the generators that the loader and its samplers hold, as the next ``iter()`` finds
+            them.
+        first_rng: In a state without a batch, the global RNGs from which the order will be drawn; ``None`` if it is
             drawn, or somebody else restores them.
-        rng_before_latest: The global RNGs before the latest batch was loaded, where loading may draw from them, and
-            the generators of the dataset among them.
-        rng_before_next: The same before the batch that comes next, if it was loaded when the state was taken.
+        rng_before_latest: The global RNGs, and the generators that the dataset holds, before the latest batch was
+            loaded; ``None`` if loading does not draw from them.
+        rng_before_next: The same before the next batch, if that was loaded already when the state was taken.
         held: The states of the generators that the dataset holds.
-        shards: How the samples are sharded; ``None`` where no order over all ranks is known.
+        shards: How the samples are sharded; ``None`` if no order over all ranks is known.
         stream: The place in a stream; ``None`` over a dataset with indices.
     """
 
@@ -113,12 +114,12 @@ class EpochState:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next ``iter()`` goes on in this epoch, of which an order is known."""
+        """Whether the next ``iter()`` goes on in this epoch, in the order in which it began."""
         return self.order is not None and not self.over
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether samples of the epoch were used, by this way of batching or another, and it is not over."""
+        """Whether samples of the epoch were used, in batches of this size or another, and it is not over."""
         place = self.shards or self.stream
         return not self.over and (self.consumed > 0 or (place is not None and place.is_resharded))
 
@@ -130,13 +131,13 @@ class EpochState:
 
     @property
     def batches_before(self) -> int:
-        """How many of the batches that count as used the order of the next ``iter()`` does not begin with."""
+        """How many of the batches that count as used are not part of the order of the next ``iter()``."""
         place = self.shards or self.stream
         return 0 if place is None or self.over else place.from_batch
 
     @property
     def batching(self) -> tuple[int, int, int, int]:
-        """How the rest of the epoch is batched: ranks or processes, batch size, from which sample and batch on."""
+        """How the rest of the epoch is batched: ranks or processes, batch size, the first sample and batch of it."""
         if self.shards is not None:
             return self.shards.ranks, self.shards.batch_size, self.shards.from_sample, self.shards.from_batch
         if self.stream is not None:
@@ -145,14 +146,14 @@ class EpochState:
 
     @property
     def batch_samples(self) -> int:
-        """How many samples a batch of this epoch takes, on all ranks together, or on this one of a stream."""
+        """How many samples a batch of this epoch takes: on all ranks together, or of a stream on this one."""
         if self.shards is not None:
             return self.shards.batch_size * self.shards.ranks
         return 1 if self.stream is None else self.stream.batch_size
 
     @property
     def used_samples(self) -> int:
-        """How many samples of the order were used by all ranks together, or of a stream by this one."""
+        """How many samples were used: of an order by all ranks together, of a stream by this one."""
         place = self.shards or self.stream
         assert place is not None
         used = place.from_sample + (self.consumed - place.from_batch) * self.batch_samples
@@ -162,11 +163,11 @@ class EpochState:
         return length if self.ended else min(used, length)
 
     def counted_from(self, number: int, *, ended: bool) -> EpochState:
-        """Return this state of other ranks, batches or processes with so many batches as used.
+        """Return this state, of an epoch that began with other ranks, batches or processes, with another count.
 
         Args:
-            number: As how many batches the samples count that were used.
-            ended: Whether none are left.
+            number: As how many batches the used samples count.
+            ended: Whether no batches are left.
         """
         changed: dict[str, Any] = {"from_batch": number}
         if self.shards is not None:
@@ -182,11 +183,11 @@ class EpochState:
         )
 
     def with_used(self, consumed: int, *, unused: int, over: bool) -> EpochState:
-        """Return this state as a Trainer used the epoch, which does not ask for ends, and restores the global RNGs.
+        """Return this state as one of a Trainer's epoch. A Trainer asks for no ends, and restores the global RNGs.
 
         Args:
             consumed: Batches that were used.
-            unused: Batches after them that were returned, and are loaded once more.
+            unused: Batches after them that were returned and not used, and are loaded once more.
             over: Whether the epoch is over.
         """
         changed = dataclasses.replace(self, consumed=consumed, over=over, end_follows=False, first_rng=None)
@@ -195,7 +196,7 @@ class EpochState:
         # One batch that is not used is what Lightning had fetched ahead.
         changed = dataclasses.replace(changed, rng_before_next=self.rng_before_latest if unused == 1 else None)
         if unused > 1 and self.stream is not None:
-            # A stream that is run through leaves the generators as they were there.
+            # The stream is run through, which leaves the generators as they were there.
             changed = dataclasses.replace(changed, held=[])
         return changed
 
@@ -209,7 +210,7 @@ class EpochState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> EpochState:
-        """Return the state that ``to_dict`` made a dictionary of.
+        """Return the state of which ``to_dict`` made a dictionary.
 
         Raises:
             ValueError: If it is one of another version.
@@ -234,26 +235,26 @@ class EpochState:
 
     @staticmethod
     def is_one(state: Any) -> bool:
-        """Whether a loader's state counts batches, of whatever snapshot, and is not that of a class of its own."""
+        """Whether a loader's state is one that counts batches, of any version, and not that of a class of its own."""
         return isinstance(state, Mapping) and "consumed" in state and "order" in state
 
 
 def _shallow_dict(part: Any) -> dict[str, Any]:
-    """Return the fields of a part of a state, and of its parts, without a copy of the states of generators."""
+    """Return the fields of a dataclass, and of those in it, as dictionaries; all else is not copied."""
     fields = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
     return {name: _shallow_dict(each) if dataclasses.is_dataclass(each) else each for name, each in fields.items()}
 
 
 def used_states(states: Sequence[Any], *, over: bool, used: int | None = None) -> list[Any]:
-    """Return the states of a run's loaders with what was used of the epoch that they were taken in.
+    """Return the states of a run's loaders with the batches that the run has used of its epoch.
 
-    Loaders do not know it: batches may be returned and not used, and an epoch may end before a loader, or continue
-    after it with others. To do it twice changes nothing more.
+    The loaders do not know these: batches may be returned and not used, and an epoch may end before a loader, or go on
+    after it with others. A second call with the same arguments changes nothing.
 
     Args:
         states: What ``state_dict`` of the loaders gave, of any kind; those that do not count batches stay as they are.
         over: Whether the last batch of the epoch was used.
-        used: Batches that were used of those that all loaders together gave; ``None`` for all that were returned.
+        used: How many batches of the run's epoch were used; ``None`` for all that the loaders returned.
     """
     read = [EpochState.from_dict(state) if EpochState.is_one(state) else None for state in states]
     most = max((state.consumed for state in read if state is not None), default=0)
@@ -274,9 +275,9 @@ def warn_of_last_pass(left_out: int) -> None:
 
 
 def _used(state: EpochState, most: int, unused: int, over: bool) -> dict[str, Any]:
-    # A loader that had ended before gave none of the last batches, those that were not used.
+    # A loader that had ended earlier gave none of the last batches, which are those that were not used.
     rest = min(state.consumed, most - unused) if state.ended else state.consumed - unused
     if rest < 0 and not over:
         warn_of_last_pass(-rest)
-    # Where nothing was used, the epoch after the one that is over was begun.
+    # If nothing was used of this loader, it had begun the epoch after the one that is over.
     return state.with_used(max(0, rest), unused=unused, over=over and rest > 0).to_dict()

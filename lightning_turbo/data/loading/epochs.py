@@ -1,4 +1,4 @@
-"""Three kinds of epoch, which a loader begins, describes and goes on in: of indices, of a stream, of an own state."""
+"""Three kinds of epoch that a loader may have: over indices, over a stream, and by a state that its class keeps."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = ["Begun", "Epochs", "IndexEpochs", "OwnStateEpochs", "StreamEpochs", "
 
 
 class Begun(NamedTuple):
-    """An epoch under way.
+    """What ``Epochs.begin`` returns, of which the loader makes an iterator.
 
     Attributes:
-        source: The iterator of its batches.
-        position: How far it is; what iterates it counts there.
-        snapshot: Called after each batch, for what the source says of itself; ``None`` if it is not asked.
-        put_back: Called with the position of an iterator that is left: takes back what was drawn ahead for it.
+        source: The iterator of the batches.
+        position: How far the epoch is; the iterator counts there.
+        snapshot: Called after each batch; it returns the state of the source then. ``None`` if nobody asks for it.
+        put_back: Called with the position of an iterator that is left; it takes back what was drawn ahead for it.
     """
 
     source: Iterator[Any]
@@ -49,18 +49,31 @@ class Begun(NamedTuple):
 
 
 class Epochs(Protocol):
-    """How the epochs of a loader go. The loader makes one of a kind for good, and asks it at each ``iter()``.
+    """How the epochs of a loader begin, and what is saved of them.
 
-    Always: it knows of the latest epoch alone, and what it returns of a position is of that one. It does not hold the
-    loader, which is to end when nobody else does.
+    A loader makes one when it is made, of the kind that ``epochs_of`` chooses, and keeps it as long as it lives.
+    Always: it knows of the latest epoch alone, so that the position that it is asked about is one of that epoch; a
+    loader whose ``iter()`` raises an error has none. It does not refer to the loader, which ends with the last
+    reference to it.
     """
 
     def begin(self, loader: Any, state: Any) -> Begun:
-        """Begin the epoch that a state is of, or the one after it where it is over; a new one with ``None``."""
+        """Begin an epoch.
+
+        Args:
+            loader: The loader.
+            state: The state from which to go on: in its epoch, or where that is over in the one after it. ``None`` for
+                a new epoch.
+        """
         ...
 
     def describe(self, loader: Any, position: Position | None) -> Any:
-        """Return the state at a position of the latest epoch; ``None`` before the first."""
+        """Return the state of the loader.
+
+        Args:
+            loader: The loader.
+            position: Where it is in the latest epoch; ``None`` if none has begun.
+        """
         ...
 
     def reshard(self, loader: Any, state: Any) -> Any:
@@ -77,7 +90,10 @@ class Epochs(Protocol):
 
 
 class OwnStateEpochs:
-    """Epochs of a loader whose class keeps a state of its own, which is noted after each batch and given as it is."""
+    """Epochs of a loader whose class keeps a state of its own, which is copied after each batch and given as it is.
+
+    Always: the position keeps the states after the last three batches, as a Trainer may have fetched two ahead.
+    """
 
     def begin(self, loader: Any, state: Any) -> Begun:
         """Begin an epoch, after the state was loaded."""
@@ -90,7 +106,7 @@ class OwnStateEpochs:
         return Begun(source, position, lambda: copy.deepcopy(state_dict()))
 
     def describe(self, loader: Any, position: Position | None, unused: int = 0) -> Any:
-        """Return the state after the batch that was returned last, or after an earlier one."""
+        """Return the state after the batch that was returned last, or after the one that is ``unused`` before it."""
         if position is None:
             return loader._behind.state_dict()
         if unused > position.consumed:
@@ -103,7 +119,7 @@ class OwnStateEpochs:
         return state
 
     def may_begin_with(self, loader: Any, state: Any) -> bool:
-        """Whether the state is none that counts batches."""
+        """Whether the state is not one that counts batches."""
         return not EpochState.is_one(state)
 
 
@@ -111,24 +127,27 @@ _FRESH = EpochState()
 
 
 class _CountedEpochs:
-    """What epochs of indices and of a stream have in common: their batches are counted."""
+    """The common part of epochs over indices and over a stream: their batches are counted."""
 
     def _new_position(self, loader: Any, state: EpochState) -> Position:
-        """Return a position behind the batches of a state that were used; of none where it is over."""
+        """Return a position behind the batches of a state that were used; at the beginning if the epoch is over."""
         consumed = 0 if state.over else state.consumed
-        rng = None if state.rng_before_next is None or not state.goes_on else state.rng_before_next
-        # The generators that the dataset holds, if it is loaded in this process and may draw from them, and they are
-        # not set for each sample.
-        is_known = loader._profile.draws == "" or isinstance(loader.dataset, SeededDataset)
-        return Position(consumed, rng, [] if loader.num_workers or is_known else generators_in(loader.dataset))
+        rng = state.rng_before_next if state.goes_on else None
+        # Sample seeds set the generators that the dataset holds for each sample. Where processes load, or loading draws
+        # nothing, nobody needs to know of them.
+        is_seeded = isinstance(loader.dataset, SeededDataset)
+        needs_none = loader.num_workers or is_seeded or loader._profile.draws == ""
+        return Position(consumed, rng, [] if needs_none else generators_in(loader.dataset))
 
-    def _go_on(self, loader: Any, state: EpochState, position: Position) -> None:
-        # Where loading draws nothing, no generators were looked for, and ``go_on`` would miss them.
+    def _set_dataset_generators(self, loader: Any, state: EpochState, position: Position) -> None:
+        """Set the generators that the dataset holds as they were at the state."""
+        # Where loading draws nothing, ``_new_position`` did not look for any, and the position would miss them.
         if loader._profile.draws != "":
-            position.go_on(state.held)
+            position.set_dataset_generators(state.held)
 
     def _count(self, loader: Any, position: Position) -> EpochState:
-        with same_random_numbers():  # from which a sampler may draw to tell its length
+        # A sampler may draw random numbers to tell its length.
+        with same_random_numbers():
             length = length_of(loader)
         return EpochState(
             consumed=position.consumed,
@@ -141,19 +160,23 @@ class _CountedEpochs:
 
 
 class IndexEpochs(_CountedEpochs):
-    """Epochs over a dataset with indices: the order of these is recorded, and begun again.
+    """Epochs over a dataset with indices: the sampler around that of the loader records their order, and repeats it.
 
     Args:
-        skips: Whether batches follow from the indices one to one, so that those that were used are left out.
-            Otherwise the class has an ``__iter__`` of its own, and they are run through.
+        skips: Whether each batch is of one entry of the sampler, so that the entries of used batches are left out.
+            Otherwise the class has an ``__iter__`` of its own, and used batches are loaded and dropped.
+
+    Attributes:
+        sampler: That of the loader, which makes it when it is first asked for its indices, and again when its own
+            sampler is exchanged.
     """
 
     def __init__(self, skips: bool) -> None:
         self.skips = skips
-        self.sampler: ResumableSampler | None = None  # around that of the loader, which makes it
+        self.sampler: ResumableSampler | None = None
 
     def begin(self, loader: Any, state: EpochState | None) -> Begun:
-        """Begin an epoch, or go on in one: its order is drawn again, and what was used of it is left out."""
+        """Begin an epoch, or go on in one: its order is drawn again, and the part that was used is left out."""
         state = state or _FRESH
         position = self._new_position(loader, state)
         sampler: ResumableSampler = loader._index_sampler
@@ -163,24 +186,24 @@ class IndexEpochs(_CountedEpochs):
         if not self.skips:
             run_through(source, used)
         if state.held:
-            self._go_on(loader, state, position)
+            self._set_dataset_generators(loader, state, position)
         return Begun(source, position, put_back=sampler.put_back)
 
     def _open(self, loader: Any, state: EpochState, sampler: ResumableSampler) -> Iterator[Any]:
         if state.goes_on:
-            # torch draws a seed for its processes here, which an epoch that goes on has drawn already.
+            # torch draws a seed for its processes here. An epoch that goes on has drawn it already.
             with same_random_numbers():
                 return loader._make_source()
         if state.first_rng is None or torch.equal(state.first_rng["torch"], torch_state()):
             return loader._make_source()
-        # Of a loader that had not begun: torch's seed and the order are drawn as they would have been there.
+        # The state is of a loader that had not begun: torch draws its seed, and the sampler its order, as there.
         with generators_at(state.first_rng):
             source = loader._make_source()
             sampler.first_rng = shared_state()
             return source
 
     def describe(self, loader: Any, position: Position | None) -> EpochState:
-        """Return the count of batches, and how the order began."""
+        """Return the count of batches, how the order began, and how it is sharded."""
         sampler: ResumableSampler = loader._index_sampler
         if position is None:
             return dataclasses.replace(sampler.describe_new(), first_rng=shared_state())
@@ -194,7 +217,7 @@ class IndexEpochs(_CountedEpochs):
         return loader._index_sampler.reshard(state)
 
     def may_begin_with(self, loader: Any, state: Any) -> bool:
-        """Whether it is of as many random generators."""
+        """Whether the state is of a loader with as many random generators."""
         if not EpochState.is_one(state):
             return False
         read = EpochState.from_dict(state)
@@ -202,16 +225,18 @@ class IndexEpochs(_CountedEpochs):
 
 
 class StreamEpochs(_CountedEpochs):
-    """Epochs over a stream, which goes on by a state of its own where it has an exact one, or else is run through.
+    """Epochs over a stream, which goes on by a state of its own if it has an exact one, and else is run through.
 
     Args:
-        in_workers: Whether worker processes can be asked for such a state: where torch's own iterator starts them.
+        by_torch: Whether torch's own iterator reads the stream. One of another class may have read further than the
+            batch that it returned last, so that the stream is not asked for its state, nor for single samples.
     """
 
-    def __init__(self, in_workers: bool) -> None:
-        self._in_workers = in_workers
-        self._start: OrderStart | None = None  # of the latest epoch, its batches left out
-        self._from: EpochState = EpochState()  # what that began with
+    def __init__(self, by_torch: bool) -> None:
+        self._by_torch = by_torch
+        # Of the latest epoch: the random states at its beginning, and the state that it goes on from.
+        self._start: OrderStart | None = None
+        self._from = EpochState()
         self._left_behind = streams.LeftBehind()
 
     def begin(self, loader: Any, state: EpochState | None) -> Begun:
@@ -222,19 +247,20 @@ class StreamEpochs(_CountedEpochs):
         state = state or EpochState()
         position = self._new_position(loader, state)
         self._from = state if state.is_within_epoch else EpochState()
-        # Processes that stay had their seed in the epoch before.
+        # torch draws a seed for its processes. An epoch that goes on has drawn it already, and those that stay have it.
         is_seeded = state.goes_on or (state.over and loader.persistent_workers)
         with same_random_numbers() if is_seeded else contextlib.nullcontext():
             source = self._open(loader, state, position)
-        self._go_on(loader, state, position)
-        if loader.num_workers or not self._asks(loader):  # processes tell of themselves
+        self._set_dataset_generators(loader, state, position)
+        # Worker processes tell of themselves.
+        if loader.num_workers or not self._asks(loader):
             return Begun(source, position)
         held = position.dataset_generators
         return Begun(source, position, streams.StreamSnapshots(loader.dataset, source, state.is_within_epoch, held))
 
     def _asks(self, loader: Any) -> bool:
-        """Whether the stream is asked for its place, in the process that reads it."""
-        return (self._in_workers or not loader.num_workers) and streams.has_exact_state(loader.dataset)
+        """Whether the stream is asked for its state, in the process that reads it."""
+        return self._by_torch and streams.has_exact_state(loader.dataset)
 
     def _new_position(self, loader: Any, state: EpochState) -> Position:
         position = super()._new_position(loader, state)
@@ -249,8 +275,8 @@ class StreamEpochs(_CountedEpochs):
             # Another batch size has come to the end of the epoch already.
             self._start = state.order
             return iter(())
-        # Batches that need not be loaded once more: by the stream's own state, which is loaded before it is opened, or
-        # else by the samples that are left out once it is.
+        # ``done`` batches need not be loaded once more. The stream's own state is loaded before the stream is opened;
+        # without one, samples are left out after that.
         place = self._restore(loader, state, position)
         source = self._open_as(loader, state.order, position)
         if place is None:
@@ -263,7 +289,11 @@ class StreamEpochs(_CountedEpochs):
         return source
 
     def _restore(self, loader: Any, state: EpochState, position: Position) -> tuple[int, list[Any]] | None:
-        """Have the stream go on by its own state, and return that with its count of batches; ``None`` without one."""
+        """Load the stream's own state, in this process or in those that are started next.
+
+        Returns:
+            After how many batches it was told, and what each process told; ``None`` if there is none to go on from.
+        """
         stream = state.stream
         if stream is None or stream.told_by != loader.num_workers or not self._asks(loader):
             return None
@@ -272,7 +302,8 @@ class StreamEpochs(_CountedEpochs):
             return None
         done, said = places[-1]
         if isinstance(position, RoundsPosition):
-            loader.close()  # processes that live already would not be given the places
+            # Processes that live already would not be given the places.
+            loader.close()
             position.start_from(done, [pickle.dumps(each) for each in said])
         else:
             position.states = [(done, said[0])]
@@ -280,7 +311,13 @@ class StreamEpochs(_CountedEpochs):
         return done, said
 
     def _open_as(self, loader: Any, began: OrderStart | None, position: Position) -> Iterator[Any]:
-        """Open the stream; one that goes on draws what it drew from the random generators at its beginning."""
+        """Open the stream.
+
+        Args:
+            loader: The loader.
+            began: How the epoch began, if it goes on: the stream draws from the generators as it did there.
+            position: The position of the epoch.
+        """
         held = position.dataset_generators
         if began is not None:
             set_shared_state(began.at_iter.shared, held)
@@ -307,15 +344,16 @@ class StreamEpochs(_CountedEpochs):
 
     def reshard(self, loader: Any, state: EpochState) -> EpochState:
         """Return a state of other batches or processes as one of this loader."""
-        return streams.reshard(loader, state)
+        return streams.reshard(loader, state, is_read_here=self._by_torch and not loader.num_workers)
 
     def may_begin_with(self, loader: Any, state: Any) -> bool:
-        """Whether it is of a stream."""
+        """Whether the state is of a stream, or of a loader that had not begun."""
         return EpochState.is_one(state) and EpochState.from_dict(state).shards is None
 
 
 def run_through(source: Iterator[Any], count: int) -> None:
-    """Load batches that were used, and drop them; one that raised an error counted as used, and may raise it again."""
+    """Load and drop batches that were used."""
+    # One that raised an error counts as used, and may raise it again.
     for _ in range(count):
         with contextlib.suppress(Exception):
             next(source)
@@ -333,11 +371,11 @@ def epochs_of(loader: Any, *, iterates_itself: bool) -> Epochs:
     """Return the kind of epochs of a loader.
 
     Args:
-        loader: The loader; ``loader._behind`` has the methods of the class behind it.
+        loader: The loader; ``loader._behind`` has the methods of the class behind ``PrefetchLoader``.
         iterates_itself: Whether that class has an ``__iter__`` of its own.
     """
     if hasattr(loader._behind, "state_dict"):
         return OwnStateEpochs()
     if isinstance(loader.dataset, IterableDataset):
-        return StreamEpochs(in_workers=not iterates_itself)
+        return StreamEpochs(by_torch=not iterates_itself)
     return IndexEpochs(skips=not iterates_itself)

@@ -1,4 +1,4 @@
-"""What crosses from a worker process: the small tensors of a batch in one buffer, everything else as torch sends it."""
+"""The way of a batch from a worker process: small tensors cross in one buffer, everything else as torch sends it."""
 
 from __future__ import annotations
 
@@ -22,32 +22,37 @@ from lightning_turbo._pytree import pin_batch
 
 __all__ = ["HandOver", "PackedBatch", "pack", "part_at"]
 
-# Bytes. A tensor up to this size costs more as a file descriptor and a segment of shared memory of its own than a copy.
+# Bytes. To copy a tensor up to this size costs less than a file descriptor and a segment of shared memory of its own.
 SMALL = 64 << 10
-# Bytes. A buffer up to this size goes through the pipe of the queue: fresh pages of shared memory cost more.
+# Bytes. A buffer up to this size goes through the pipe of the queue, as fresh pages of shared memory cost more.
 PIPE = 1 << 20
-# Bytes. What is packed is in memory twice while it is opened. Tensors for which there is no room cross as torch does.
+# Bytes. A buffer is in memory twice while it is opened, so that it does not become larger. Further tensors cross as
+# torch sends them.
 LARGEST = 64 << 20
-# Bytes. A longer structure, as one of images in objects of their own, crosses with all its tensors as torch does.
+# Bytes. A batch with a longer structure, such as one of images that are objects of another library, crosses as a whole
+# as torch sends it.
 LONGEST_STRUCTURE = 1 << 20
-# Bytes. What each tensor in a buffer begins at, as in memory that torch allocates.
+# Bytes. Each tensor in a buffer begins at a multiple of this, as in memory that torch allocates.
 ALIGNMENT = 64
 
 
 class HandOver:
-    """A ``collate_fn`` around another one: what that returns in a worker process is packed for its way to the trainer.
+    """A ``collate_fn`` around another one, which packs the batch for its way out of a worker process.
+
+    A loader makes one when it starts processes, and each of them has a copy until it ends. Always: the batch that is
+    opened in the training process equals the one that was packed.
 
     Args:
         collate_fn: Makes the batch.
-        tell: Called in the worker process after each batch, with its samples; what it returns travels with the batch,
-            see ``PackedBatch.told``.
+        tell: Called in the worker process after each batch, with its samples; what it returns travels with the batch.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], tell: Callable[[Any], Any] | None = None) -> None:
-        self.collate_fn, self.tell = collate_fn, tell
+        self.collate_fn = collate_fn
+        self.tell = tell
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch, or a ``PackedBatch`` where that gains or tells something."""
+        """Return the batch; a ``PackedBatch`` where that is faster, or where something travels with the batch."""
         batch = self.collate_fn(samples)
         if get_worker_info() is None:
             return batch
@@ -55,25 +60,29 @@ class HandOver:
 
 
 class PackedBatch:
-    """A batch on its way: its structure as a pickle, its small tensors in a buffer, its other parts beside it.
+    """A batch on its way: its structure as a pickle, its small tensors in a buffer, its other parts beside them.
 
-    ``HandOver`` makes it in a worker process. Whoever takes it from the queue opens it once; it may be pinned before,
-    by this package or by torch's own thread, which finds the method ``pin_memory``.
+    ``HandOver`` makes it in a worker process, and ``Background`` opens it once, when it has come out of torch's queue.
+    Before that this package may pin it, or torch's own thread, which finds the method ``pin_memory``. Always: nothing
+    changes it; a pinned one is another object.
 
     Args:
         structure: What ``_Packer`` wrote.
-        parts: The tensors and arrays of the structure, by their number: a tuple says where in the buffer a tensor is,
+        parts: The tensors and arrays of the structure, by their number. A tuple says where in the buffer a tensor is;
             all others are wrapped in ``_Whole``.
-        buffer: ``bytes``, a shared tensor or a pinned one.
-        told: What the worker process told with the batch.
-        is_pinned: Whether the memory is page-locked.
+        buffer: ``bytes``, a shared tensor, or a pinned tensor.
+        told: What ``HandOver.tell`` returned.
+        is_pinned: Whether the buffer and the other parts are in page-locked memory.
     """
 
     def __init__(
         self, structure: bytes, parts: Sequence[Any], buffer: Any, told: Any = None, is_pinned: bool = False
     ) -> None:
-        self.told, self.is_pinned = told, is_pinned
-        self._structure, self._parts, self._buffer = structure, parts, buffer
+        self.told = told
+        self.is_pinned = is_pinned
+        self._structure = structure
+        self._parts = parts
+        self._buffer = buffer
 
     def open(self) -> Any:
         """Return the batch. Each of its tensors owns its memory; those of a pinned buffer are views of it."""
@@ -84,9 +93,11 @@ class PackedBatch:
 
     def pin_memory(self) -> PackedBatch:
         """Return the same batch in page-locked memory: the buffer as a whole, the other parts one by one."""
-        if self.is_pinned:  # by torch's thread, before this package's comes
+        # torch's thread may have pinned it before this package asks for it.
+        if self.is_pinned:
             return self
-        size, pinned = len(self._buffer), self._buffer
+        size = len(self._buffer)
+        pinned = self._buffer
         if size:
             pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             ctypes.memmove(pinned.data_ptr(), _address(self._buffer), size)
@@ -95,10 +106,10 @@ class PackedBatch:
 
 
 def pack(batch: Any, told: Any = None) -> Any:
-    """Return ``batch`` as a ``PackedBatch``; itself where nothing is gained by that and nothing is told.
+    """Return ``batch`` as a ``PackedBatch``; ``batch`` itself if it has no small tensors and nothing is told.
 
     Raises:
-        Exception: What pickling raises, where a part of the batch cannot be given to another process.
+        Exception: The error of pickling, if a part of the batch cannot be given to another process.
     """
     packer = _Packer()
     try:
@@ -120,7 +131,11 @@ def pack(batch: Any, told: Any = None) -> Any:
 
 
 class _Whole:
-    """A part that the queue sends as it is. It is pickled there alone: a second time would leak a file descriptor."""
+    """A part that torch's queue sends as it is.
+
+    ``_Packer`` wraps such parts, and ``PackedBatch`` opens them. Always: the part is pickled by the queue alone,
+    because each pickle of a shared tensor that nobody reads leaks a file descriptor.
+    """
 
     __slots__ = ("value",)
 
@@ -132,10 +147,12 @@ class _Whole:
 
 
 class _TooLongError(Exception):
-    """A structure is longer than it is worth to look through."""
+    """A structure is so long that packing would cost more than it gains."""
 
 
 class _Structure(io.BytesIO):
+    """A file in memory for a structure, which refuses a long one."""
+
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > LONGEST_STRUCTURE:
             raise _TooLongError
@@ -143,22 +160,25 @@ class _Structure(io.BytesIO):
 
 
 def part_at(number: int) -> Any:
-    """Stand in a structure for a part, which the opener of the batch puts there instead of calling this."""
+    """Stand in a structure for a part; ``_Opener`` puts the part there, and does not call this."""
     raise RuntimeError(f"part {number} of a packed batch is read by PackedBatch.open alone")
 
 
 class _Packer(ForkingPickler):
-    """Writes the structure of a batch and takes its tensors and arrays out of it.
+    """Writes the structure of a batch, and takes its tensors and arrays out of it.
 
-    pickle keeps what it keeps of any batch: types, nesting, and that one object stands in two places. It does not call
-    ``reducer_override`` for strings, numbers and plain containers, which therefore cost next to nothing.
+    ``pack`` makes one for each batch, and calls ``dump``, ``place`` and ``fill`` in this order. pickle keeps what it
+    keeps of any batch: types, nesting, and that one object stands in two places. It does not call ``reducer_override``
+    for strings, numbers and plain containers, which therefore cost next to nothing.
     """
 
     def __init__(self) -> None:
         self._file = _Structure()
         super().__init__(self._file, 5)
-        self.parts: list[Any] = []  # as ``PackedBatch`` takes them, once ``place`` was called
-        self._small: list[Tensor] = []  # those that have a place, in their order
+        # After ``place`` as ``PackedBatch`` takes them; before that the tensors and arrays themselves.
+        self.parts: list[Any] = []
+        # The tensors that have a place in the buffer, in the order of their places.
+        self._small: list[Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
         """Take a part out of the structure."""
@@ -175,9 +195,10 @@ class _Packer(ForkingPickler):
     def place(self) -> int:
         """Give the small tensors their places in the buffer, and return its size in bytes; 0 where none gains by it."""
         storages = [_storage_of(part) for part in self.parts]
-        times, end = Counter(storages), 0
+        times = Counter(storages)
+        end = 0
         for number, part in enumerate(self.parts):
-            # Those that share their memory still do where torch sends them.
+            # Tensors that share their memory still do after torch has sent them.
             shares = times[storages[number]] > 1
             if shares or not _is_small(part) or end + part.nbytes > LARGEST:
                 self.parts[number] = _Whole(part)
@@ -198,7 +219,7 @@ class _Packer(ForkingPickler):
 
 
 class _Opener(pickle.Unpickler):
-    """Reads the structure of a batch, with its parts in their places."""
+    """Reads the structure of a batch, and puts its parts in their places. ``PackedBatch.open`` makes one."""
 
     def __init__(self, structure: bytes, parts: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(structure))
@@ -212,13 +233,14 @@ class _Opener(pickle.Unpickler):
 
 
 def _storage_of(part: Any) -> Any:
-    """Return what two tensors have in common that share memory; something of its own for all others."""
+    """Return a key that is the same for tensors that share their memory, and another one for each other part."""
     plain = isinstance(part, Tensor) and part.layout is torch.strided and part.device.type == "cpu"
     if not plain or part.is_nested or not part.numel():
         return id(part), "alone"
     try:
         return part.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass whose memory is that of other tensors
+    except (RuntimeError, NotImplementedError):
+        # Of a subclass of Tensor that keeps its data in other tensors.
         return id(part), "alone"
 
 
@@ -231,7 +253,7 @@ def _is_small(part: Any) -> bool:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements fill one span of memory, each place once, whatever the order of the dimensions."""
+    """Whether the elements fill one span of memory without gaps or overlaps, in any order of the dimensions."""
     step = 1
     for own, count in sorted((own, count) for own, count in zip(stride, shape, strict=True) if count != 1):
         if own != step:
@@ -253,7 +275,7 @@ def _address(buffer: Any) -> int:
 
 
 def _copy(address: int, begin: int, size: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
-    """Return a tensor of its own memory with what is in a buffer."""
+    """Return a tensor with its own memory, a copy of a part of a buffer."""
     if stride is None:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
     else:
@@ -264,7 +286,7 @@ def _copy(address: int, begin: int, size: int, dtype: torch.dtype, shape: Any, s
 
 
 def _view(buffer: Tensor, begin: int, size: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
-    """Return a tensor that is a part of a buffer."""
+    """Return a tensor that is a view of a part of a buffer."""
     if not size:
         return _copy(0, begin, size, dtype, shape, stride)
     flat = buffer[begin : begin + size].view(dtype)

@@ -24,7 +24,7 @@ from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.data.loading.resumable_sampler import ResumableSampler
 from lightning_turbo.data.loading.source import stand_ins, standing_in
 from lightning_turbo.data.loading.spawned import check_workers_can_start
-from lightning_turbo.data.loading.subclass import blank, copy_loader, make_class, merge_signatures
+from lightning_turbo.data.loading.subclass import blank, copy_loader, make_class, merge_signatures, refuse_added
 from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 from lightning_turbo.data.loading.threads import ThreadedDataset
 from lightning_turbo.data.loading.torch_workers import end_workers
@@ -164,13 +164,16 @@ class PrefetchLoader(DataLoader[T]):
             transfer: What moves the batches to a device as they are returned.
 
         Raises:
-            TypeError: If ``loader`` is not a ``DataLoader``.
+            TypeError: If ``loader`` is not a ``DataLoader``, or has an argument or attribute with the name of one that
+                ``PrefetchLoader`` adds.
         """
         if not isinstance(loader, DataLoader):
             raise TypeError(
                 f"PrefetchLoader.of expected a torch.utils.data.DataLoader, got {loader!r}. "
                 "For other iterables use DevicePrefetcher or PrefetchIterator."
             )
+        if not isinstance(loader, PrefetchLoader):
+            refuse_added(type(loader), vars(loader))
         twin = copy_loader(loader)
         # Past the __setattr__ of the loader's class, which may be one of its own.
         object.__setattr__(twin, "__class__", prefetching(type(loader)))
@@ -211,8 +214,13 @@ class PrefetchLoader(DataLoader[T]):
         assert self._epochs is not None
         # To make an iterator is dataset code too: a stream opens its files there, a sampler asks for a length.
         with contextlib.nullcontext() if self.num_workers or self.threads > 1 else TURNS:
-            begun = self._epochs.begin(self, self._loaded)
-            epoch = self._make_iterator(begun)
+            try:
+                begun = self._epochs.begin(self, self._loaded)
+                epoch = self._make_iterator(begun)
+            except BaseException:
+                # The kind of epochs knows of the latest one alone, and that has not begun.
+                self._position = None
+                raise
         self._live = weakref.ref(epoch)
         self._background = epoch.background
         self._position = begun.position

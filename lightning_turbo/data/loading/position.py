@@ -14,26 +14,28 @@ __all__ = ["Position"]
 
 
 class Position:
-    """How far an iterator is, and the random states that a state of its loader needs.
+    """How far an iterator is, and the random states that are saved with that.
 
-    ``Epochs.begin`` makes one for each ``iter()`` of a loader, and a ``PrefetchIterator`` over another source its own
-    one. The iterator writes to it: a count with each batch, the states where loading may draw. The loader keeps it, so
-    that it can be asked after the iterator was dropped, until the next ``iter()`` or the next state that is loaded.
-    Always: ``consumed`` counts what the caller got, whatever was loaded ahead.
+    ``Epochs.begin`` makes one for each ``iter()`` of a loader, and a ``PrefetchIterator`` over another source makes its
+    own. The iterator writes to it: the count with each batch, and the random states before a batch whose loading may
+    draw from them. The loader keeps it until its next ``iter()`` or the next state that is loaded, also when the
+    iterator was dropped. Always: ``consumed`` counts what the caller got, whatever was loaded ahead.
 
     Args:
         consumed: Batches of the epoch that were used before this iterator.
-        rng_for_next: The global RNGs for the next batch, which a Trainer had loaded ahead when the state was taken.
-        dataset_generators: Those that the dataset holds, if it is loaded in this process.
+        rng_for_next: The global RNGs with which the next batch is loaded, if a state tells: that of a run whose Trainer
+            had fetched the batch already.
+        dataset_generators: The random generators that the dataset holds, if it is loaded in this process.
 
     Attributes:
-        consumed: Batches of the epoch that were returned or raised.
-        begun: How many of them were so before this iterator.
-        ended: Whether the end was reached.
-        states: What the source said of itself after the last three batches that were returned, with the numbers of
-            batches; the last one may be of the end. For loaders and streams with such a state.
-        rng_before_first: The global RNGs before the first batch of the epoch; ``None`` if nobody noted them.
-        rng_before_latest: The same before the latest batch, where loading may draw from them.
+        consumed: Batches of the epoch that the caller got, as a batch or as an error.
+        begun: How many of these came before this iterator.
+        ended: Whether the caller has met the end.
+        states: The last three states of the source that were kept, each with the number of batches before it. Loaders
+            and streams with a state of their own have such; the last one may be that after the end.
+        rng_before_first: The global RNGs, and the generators of the dataset, before the first batch of the epoch;
+            ``None`` if they were not noted.
+        rng_before_latest: The same before the latest batch.
     """
 
     def __init__(self, consumed: int = 0, rng_for_next: Any = None, dataset_generators: Sequence[Any] = ()) -> None:
@@ -52,20 +54,26 @@ class Position:
         return self.consumed == self.begun and not self.ended
 
     def keep(self, state: Any) -> None:
-        """Keep what the source said of itself at this place."""
-        earlier = [each for each in self.states if each[0] < self.consumed]  # the end is at the last batch's number
+        """Keep the state of the source after the batch that counted last, or after the end."""
+        # The end has the number of the last batch.
+        earlier = [each for each in self.states if each[0] < self.consumed]
         self.states = [*earlier[-2:], (self.consumed, state)]
 
     def note(self) -> AbstractContextManager[None]:
-        """Note the random generators before a batch is loaded, and return in what it is to be loaded."""
-        noted, self.rng_for_next = self.rng_for_next, None
+        """Note the random states before a batch is loaded, and return the context in which to load it."""
+        noted = self.rng_for_next
+        self.rng_for_next = None
         self.rng_before_latest = noted or shared_state(self.dataset_generators)
         if self.rng_before_first is None:
             self.rng_before_first = self.rng_before_latest
         return generators_at(noted, self.dataset_generators) if noted else nullcontext()
 
-    def go_on(self, states: Sequence[Any]) -> None:
-        """Set the generators that the dataset holds to ``states``, those of a dataset like it."""
+    def set_dataset_generators(self, states: Sequence[Any]) -> None:
+        """Set the generators that the dataset holds to the states of those of a dataset like it.
+
+        Warns:
+            TurboWarning: If it does not hold as many.
+        """
         if states and len(states) != len(self.dataset_generators):
             warnings.warn(
                 f"The state is of a dataset that held {len(states)} random generators, and this one holds "

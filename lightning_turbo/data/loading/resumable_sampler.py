@@ -1,4 +1,4 @@
-"""``ResumableSampler``: records how the order of indices of an epoch began, and begins it there again."""
+"""``ResumableSampler``: records the states from which the order of an epoch follows, and draws it again from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from lightning_turbo.data.sample_seeds import CountedEpochs
 
 __all__ = ["ResumableSampler", "generators_of", "samplers_in"]
 
-# Samplers that draw from the global RNGs at their first entry or before it, and from torch's alone.
+# Samplers of torch: of the global RNGs they draw from torch's alone, and at their first entry or before it.
 _TORCHS = (
     BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler,
 )  # fmt: skip
@@ -50,27 +50,29 @@ _END = object()
 
 
 class ResumableSampler:
-    """A sampler around a sampler that records how its order began, and can begin there again.
+    """Stands around a sampler: it records the states from which an order follows, and can draw that order again.
 
-    A loader makes one, and another one when its samplers are made again; its ``IndexEpochs`` keeps it. Before each
-    ``iter()`` of the loader, ``begin`` decides which of four ways the next order goes: a new one, the rest of one that
-    began with these samplers, the rest of one that is resharded, or, where worker processes stay, a new one from states
-    that were read before torch drew a seed. torch then calls ``iter``, twice where there are worker processes; each way
-    is a method below, which returns the generator of its entries. It ends with the sampler inside.
+    A loader makes one when it first needs the indices, and another one when its own sampler is exchanged; its
+    ``IndexEpochs`` keeps the latest. At each ``iter()`` of the loader, ``begin`` chooses one of four ways for the next
+    order: a new one, the rest of one that began with these samplers, the rest of one that is resharded, or, where
+    worker processes stay, a new one from the states before torch drew a seed. torch then calls ``iter``, twice where
+    there are worker processes. Each way is a method below, which returns the iterator of the entries.
 
     An order follows from the states of the random generators when the sampler is asked for an iterator and when its
-    first entry is drawn, and from its epoch if it has one. These are recorded; the entries are not kept. Of the
-    generators that the loader and its samplers hold, the states after each entry are, as far as they may be asked for:
-    an epoch that is left early puts back what was drawn ahead. Always: what is recorded is of the latest ``iter``.
+    first entry is drawn, and from its epoch if it has one. These are recorded; the entries are not. Of the generators
+    that the loader and its samplers hold, the states after each entry are recorded too, as long as somebody may need
+    them: an epoch that is left early puts back what was drawn ahead. Always: what is recorded is of the latest
+    ``iter()``.
 
     Args:
         sampler: The sampler inside.
         loader: The loader whose indices it draws.
 
     Attributes:
-        generators: Those that belong to the loader and its samplers.
-        start: How the latest order began; ``None`` before that, and without ``at_first`` before its first entry.
-        first_rng: The global RNGs at the first entry of the next order, if a state tells; ``None`` as they are then.
+        generators: The random generators that the loader and its samplers hold.
+        start: How the latest order began; ``None`` before ``iter``, and without ``at_first`` before the first entry.
+        first_rng: The global RNGs from which the next order draws its first entry, if a state tells them; ``None`` to
+            draw it from those of that moment.
     """
 
     def __init__(self, sampler: Any, loader: Any) -> None:
@@ -79,19 +81,21 @@ class ResumableSampler:
         samplers = samplers_in(sampler)
         self._with_epochs = [each for each in samplers if _has_epoch(each)]
         self._counted = next((each for each in samplers if isinstance(each, CountedEpochs)), None)
-        # Entries that torch's iterator draws before it returns a batch.
+        # How many entries torch's iterator draws for worker processes before it returns a batch.
         self._ahead = (loader.prefetch_factor or 0) * loader.num_workers
-        # Processes that stay are seeded at the first iter(): a run that goes on draws that seed again.
+        # Processes that stay are seeded at the first iter() alone. A run that goes on draws that seed once more.
         self._is_seeded_once = loader.persistent_workers
         self.start: OrderStart | None = None
         self.first_rng: dict[str, Any] | None = None
         self._shards: Shards | None = None  # of the latest order, if it was resharded
-        # The states of ``generators`` before torch drew its seed from them; then a number of entries, and the states
-        # after these, where they changed.
+        # The states of ``generators`` before torch drew its seed from them, and those after so many entries, where they
+        # changed.
         self._before: list[Any] = []
         self._recorded: deque[tuple[int, list[Any]]] = deque()
-        self._draws = 0  # begun and ended: odd while an entry is drawn, by a background thread too
-        # One of the four ways, without this object: a cycle would keep the dataset until the collector runs.
+        # Counts the beginning and the end of each draw, so that it is odd while any thread draws an entry.
+        self._draws = 0
+        # The way of the next order, a function of this object: a method would make a cycle of references, which keeps
+        # the dataset until the garbage collector runs.
         self._begin_next: Callable[[ResumableSampler], Iterator[Any]] = ResumableSampler._begin_new
         self._position = Position()
 
@@ -107,15 +111,15 @@ class ResumableSampler:
         draws_on = any(type(each) is RandomSampler and each.replacement for each in samplers_in(self.sampler))
         return _is_torchs(self.sampler) and not draws_on
 
-    # What the next order is
+    # The choice of the next order
 
     def begin(self, state: EpochState, skip: int, position: Position, epoch: int | None) -> None:
-        """Make the next order that of the epoch that ``state`` is of, or of the one after it where it is over.
+        """Choose the next order: that of the epoch of a state, or if that is over the one after it.
 
         Args:
-            state: One of this loader, or one that ``reshard`` returned.
-            skip: Entries to leave out at the beginning of an epoch that goes on.
-            position: Where the iterator of that epoch is.
+            state: A state of this loader, or one that ``reshard`` returned.
+            skip: How many entries to leave out at the beginning of an epoch that goes on.
+            position: The position of the iterator that is being made.
             epoch: The number of the epoch, if a Trainer tells it.
         """
         if self._counted is not None:
@@ -127,7 +131,7 @@ class ResumableSampler:
         self.first_rng = None
         self._shards = None
         if state.is_resharded:
-            # The generators stand where the epoch after it finds them.
+            # Nothing is drawn for the rest of such an epoch, and the next one finds the generators like this.
             self._set_generators(state.generators)
             self._shards = state.shards
             self._begin_next = functools.partial(ResumableSampler._begin_rest, state=state, skip=skip)
@@ -147,8 +151,8 @@ class ResumableSampler:
     def _number_epoch(self, counted: CountedEpochs, state: EpochState, epoch: int | None) -> None:
         """Tell a sampler that counts its passes the number of the next one.
 
-        It has one owner: the Trainer, if there is one, otherwise the states of this loader. A pass that gave no batch
-        is none.
+        The Trainer decides it if there is one, otherwise the state of this loader. A pass that gave no batch does not
+        count.
         """
         counted.given = None
         if epoch is not None:
@@ -157,9 +161,10 @@ class ResumableSampler:
         elif state.over and state.order is not None and state.order.epochs:
             counted.begin_pass(state.order.epochs[0] + 1)
         elif self.start is not None and self._position.is_untouched:
-            # Unless somebody has set another since.
+            # The latest pass gave no batch, and is repeated, unless somebody has set another epoch since.
             latest = self.start.epochs[0]
-            counted.begin_pass(latest if counted.epoch == latest + 1 else counted.epoch)
+            if counted.epoch == latest + 1:
+                counted.begin_pass(latest)
 
     def _check(self, state: EpochState) -> None:
         assert state.order is not None
@@ -177,7 +182,12 @@ class ResumableSampler:
     # The four ways
 
     def _begin_new(self, seeded: GeneratorStates | None = None) -> Iterator[Any]:
-        """A new order; from ``seeded``, states before torch drew a seed, which processes that stay have already."""
+        """Begin a new order.
+
+        Args:
+            seeded: The states before torch drew its seed, where that has to be as if it had not been drawn: processes
+                that stay were seeded in the run before. ``None`` for the states as they are.
+        """
         if seeded is not None:
             self._set_states(seeded)
         self.start = OrderStart(self._all_states(), epochs=[sampler.epoch for sampler in self._with_epochs])
@@ -185,8 +195,9 @@ class ResumableSampler:
 
     def _draw_new(self, entries: Iterator[Any], start: OrderStart) -> Iterator[Any]:
         self._begin_next = ResumableSampler._begin_new
-        first_rng, self.first_rng = self.first_rng, None
-        # Where nobody has drawn since, the order is drawn as by a plain loader, and the generators go on.
+        first_rng = self.first_rng
+        self.first_rng = None
+        # If nobody has drawn since, the order is drawn as by a plain loader, and the generators go on.
         has_moved = first_rng is not None and not torch.equal(first_rng["torch"], torch_state())
         with generators_at(first_rng) if first_rng is not None and has_moved else nullcontext():
             self.start = dataclasses.replace(start, at_first=self._all_states())
@@ -198,23 +209,29 @@ class ResumableSampler:
             yield from entries
 
     def _begin_again(self, state: EpochState, skip: int) -> Iterator[Any]:
-        """The rest of an order that began with these samplers, which draw it again."""
+        """Begin the rest of an order that began with these samplers, which draw it again.
+
+        Args:
+            state: The state that goes on.
+            skip: How many entries to leave out.
+        """
         start = state.order
         assert start is not None
         self.start = start
         for sampler, epoch in zip(self._with_epochs, start.epochs, strict=True):
-            sampler.set_epoch(epoch)  # whoever counts epochs may not have told it yet
+            # A Trainer may not have told it yet.
+            sampler.set_epoch(epoch)
         with same_random_numbers():
             self._set_states(start.at_iter)
-            entries = iter(self.sampler)  # at which some samplers draw
+            entries = iter(self.sampler)
         return self._draw_again(entries, start, skip, state.rng_before_next is not None)
 
     def _draw_again(self, entries: Iterator[Any], start: OrderStart, skip: int, is_loaded_again: bool) -> Iterator[Any]:
         self._begin_next = ResumableSampler._begin_new
-        # A sampler that draws entry by entry goes on with the generators as they are after the last entry that was
-        # drawn, be it for worker processes or for a batch that was not used.
+        # How many entries the stopped run had drawn: those for worker processes and for a batch that was not used too.
+        # A sampler that draws entry by entry goes on with the generators as they are after these.
         drawn = max(1, skip + self._ahead + is_loaded_again)
-        # A first batch that is loaded again draws its order too: the global RNGs are set for both already.
+        # To load the first batch again draws the order too, and the global RNGs are set for both already.
         is_first = is_loaded_again and not skip
         with nullcontext() if start.at_first is None or is_first else same_random_numbers():
             if start.at_first is not None and not is_first:
@@ -230,7 +247,12 @@ class ResumableSampler:
         yield from entries
 
     def _begin_rest(self, state: EpochState, skip: int) -> Iterator[Any]:
-        """The rest of an order that is resharded, of which the sampler inside is not asked."""
+        """Begin the rest of an order that is resharded, for which the sampler inside is not asked.
+
+        Args:
+            state: The state that goes on.
+            skip: How many entries to leave out.
+        """
         self.start = state.order
         return self._draw_rest(state, skip)
 
@@ -239,14 +261,15 @@ class ResumableSampler:
         sharding = Sharding.of(self.sampler)
         assert state.shards is not None
         assert sharding is not None
-        if self._counted is not None:  # its epoch counts as one that it was asked for
+        if self._counted is not None:
+            # As if it had been asked for this epoch.
             self._counted.begin_pass(state.shards.order.epoch + 1)
         yield from itertools.islice(sharding.rest(state.shards), skip, None)
 
     # What was drawn
 
     def _recording(self, entries: Iterator[Any]) -> Iterator[Any]:
-        """Yield entries, with the states of the own generators after each of them, and after the end."""
+        """Yield entries, and record the states of ``generators`` after each of them and after the end."""
         for count in itertools.count(1):
             self._draws += 1
             try:
@@ -262,16 +285,16 @@ class ResumableSampler:
             yield entry
 
     def _forget_states(self) -> None:
-        """Let go of states before the position, which nobody asks for any more: it only moves on."""
+        """Drop states before the position. Nobody needs them any more, as it only moves forward."""
         needed = self._position.consumed + self._ahead
         while len(self._recorded) > 1 and self._recorded[1][0] <= needed:
             self._recorded.popleft()
 
     def states_here(self) -> list[Any]:
-        """Return the states of the generators as a plain loader would leave them at this position.
+        """Return the states of ``generators`` as a plain loader would leave them at this position.
 
-        Before the first batch, as they were before torch drew a seed from them, which it does again. If somebody has
-        set them since, as they are.
+        Before the first batch these are the states before torch drew its seed, because it will draw that again. If
+        somebody has set the generators since, they are their states of now.
         """
         position = self._position
         if not position.consumed:
@@ -281,25 +304,33 @@ class ResumableSampler:
         return self._states_after(position.consumed + self._ahead)
 
     def put_back(self, position: Position) -> None:
-        """Take back what was drawn ahead for an iterator that is left before its end, if it is the latest."""
+        """Take back what was drawn ahead for an iterator that is left before its end.
+
+        Args:
+            position: That of the iterator. Nothing is done if another one has begun since.
+        """
         # Also before the first batch, as entries for worker processes are drawn at once.
         if position is self._position and self._recorded and not (position.ended or self._somebody_set_them()):
             self._set_generators(self._states_after(position.consumed + self._ahead))
 
     def _states_after(self, entries: int) -> list[Any]:
-        recorded = list(self._recorded)  # to which a thread may add
+        # A thread may add to them.
+        recorded = list(self._recorded)
         return next((states for at, states in reversed(recorded) if at <= entries), recorded[0][1])
 
     def _somebody_set_them(self) -> bool:
-        # States that are read while an entry is drawn are of no position, and differ from the last recorded ones.
-        draws, now, last = self._draws, self._generator_states(), self._recorded[-1][1]
+        # While an entry is drawn, the states differ from the last ones that were recorded, though nobody set them.
+        draws = self._draws
+        now = self._generator_states()
+        last = self._recorded[-1][1]
         is_drawing = draws % 2 == 1 or draws != self._draws
         return not is_drawing and not same_states(now, last)
 
     def _draw_to_the_end(self, state: EpochState) -> None:
-        """Leave the generators as the end of an order does, at which some samplers draw once more."""
+        """Draw an order again to its end, at which some samplers draw once more, for the states of the generators."""
         self._check(state)
-        epochs = [sampler.epoch for sampler in self._with_epochs]  # which somebody may have set since
+        # Somebody may have set the epochs since, and they stay as they are.
+        epochs = [sampler.epoch for sampler in self._with_epochs]
         deque(self._begin_again(state, 0), maxlen=0)
         for sampler, epoch in zip(self._with_epochs, epochs, strict=True):
             sampler.set_epoch(epoch)
@@ -308,7 +339,8 @@ class ResumableSampler:
         return [generator_state(generator) for generator in self.generators]
 
     def _set_generators(self, states: list[Any]) -> None:
-        if not states:  # of a loader that has not begun, or of other samplers
+        # There are none in the state of a loader that has not begun, or of other samplers.
+        if not states:
             return
         self._check_number("random generators", states, self.generators)
         for generator, state in zip(self.generators, states, strict=True):
@@ -323,10 +355,10 @@ class ResumableSampler:
         self._set_generators(states.own)
         set_shared_state(states.shared)
 
-    # What a state tells
+    # States
 
     def describe(self, state: EpochState) -> EpochState:
-        """Return a state of the position with what is known of its order."""
+        """Return a state with all that is known of the latest order."""
         follows = state.over and not state.ended and bool(self.generators) and _is_torchs(self.sampler)
         return dataclasses.replace(
             state, order=self.start, generators=self.states_here(), shards=self._find_shards(), end_follows=follows
@@ -342,12 +374,12 @@ class ResumableSampler:
             return None
         if self._shards is not None:
             return dataclasses.replace(self._shards, ranks=sharding.ranks, batch_size=sharding.batch_size)
-        # The last is that of the sampler inside, if it has one. Seeds of samples follow from it.
+        # The last epoch is that of the innermost sampler that has one, and sample seeds follow from it.
         epoch = start.epochs[-1] if start.epochs else 0
         return Shards(sharding.order_of(epoch, *self._drawn_from(sharding)), sharding.ranks, sharding.batch_size)
 
     def _drawn_from(self, sharding: Sharding) -> tuple[Any, bool]:
-        """Return the state of the generator that the order was drawn from, before it was, and whether it is an own."""
+        """Return the state from which a generator drew the latest order, and whether the sampler holds it."""
         first = None if self.start is None else self.start.at_first
         if first is None:
             return None, False
@@ -398,26 +430,26 @@ class ResumableSampler:
 
 
 def _rest_of(entries: Iterator[Any]) -> Iterator[Any]:
-    """Yield what is left of an iterator without iter(), at which Lightning's wrapper would begin again."""
+    """Yield what is left of an iterator, without ``iter``, at which Lightning's wrapper would begin again."""
     while (entry := next(entries, _END)) is not _END:
         yield entry
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Whether a sampler, with the one that its batches are made of, is of a class of torch's."""
+    """Whether a sampler, or the one inside that makes its batches, is of a class of torch's."""
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return type(sampler) in _TORCHS
 
 
 def generators_of(generator: torch.Generator | None, sampler: Any) -> list[Any]:
-    """Return the random generators that a loader and its samplers hold, those of the process not among them."""
+    """Return the random generators that a loader and its samplers hold, without the global RNGs."""
     samplers = samplers_in(sampler)
     held = [generator]
     for each in samplers:
         # Lightning keeps the arguments of samplers in attributes of such names, and with them the dataset.
         held += [value for name, value in attributes_of(each).items() if not name.startswith("__")]
-    # The samplers themselves are looked at one by one, and generators of the data they are over are not theirs.
+    # The samplers themselves are looked at one by one. Generators of their data are not theirs.
     parts = [each for each in held if not _is_data(each) and all(each is not known for known in samplers)]
     return generators_in(parts)
 

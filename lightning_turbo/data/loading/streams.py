@@ -9,7 +9,8 @@ import itertools
 import pickle
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from lightning_turbo._random import shared_state
@@ -18,22 +19,53 @@ from lightning_turbo.data.loading.torch_workers import stream_has_ended
 from lightning_turbo.data.orders.sharding import refuse
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["LeftBehind", "StreamSnapshots", "has_exact_state", "place_of", "reshard", "skip_samples", "take_back"]
+__all__ = [
+    "LeftBehind", "StreamSnapshots", "ask_for_state", "has_exact_state", "place_of", "reshard", "skip_samples",
+    "take_back",
+]  # fmt: skip
 
-# How much longer loading takes than to ask a stream for its state and copy that. What was loaded since the latest
-# state is loaded once more by a run that goes on.
+# The least ratio of the time that loading takes to the time that it takes to ask a stream for its state and to copy
+# that. A run that goes on loads what was loaded since the latest state once more.
 LOADING_TO_ASKING = 20
 
 
 def has_exact_state(stream: Any) -> bool:
-    """Whether a stream has an exact state of its own, which it gives to whoever asks."""
+    """Whether a stream has an exact state of its own, and ``state_dict()`` is how to ask for it."""
     if not hasattr(stream, "state_dict") or not hasattr(stream, "load_state_dict") or _has_buffer(stream):
         return False
     try:
         inspect.signature(stream.state_dict).bind()
-    except TypeError:  # the streams of litData and Mosaic want to be told what their loaders count
+    except (TypeError, ValueError):
+        # The streams of litData and Mosaic want to be told what their loaders count. Of a method that is written in C
+        # Python may not know what it wants. To run through either of them is slower, and right.
         return False
     return True
+
+
+def ask_for_state(stream: Any, generators: Sequence[Any], copied: Callable[[Any], Any]) -> Any:
+    """Return a copy of a stream's state, and of the random states beside it; ``None`` if there is none.
+
+    Args:
+        stream: The stream.
+        generators: The random generators that it holds.
+        copied: Makes the copy.
+
+    Warns:
+        TurboWarning: If the stream raises an error instead, or its state cannot be copied. Nobody may ever go on from
+            it, and the batches do not need it.
+    """
+    try:
+        return copied((stream.state_dict(), shared_state(generators)))
+    except Exception as error:
+        name = type(stream).__name__
+        warnings.warn(
+            f"state_dict() of the stream {name}: expected a state that can be copied, got the error {error!r}. A run "
+            "that goes on within an epoch runs through the stream instead. Return plain Python objects and tensors, or "
+            "leave state_dict out.",
+            TurboWarning,
+            stacklevel=3,
+        )
+        return None
 
 
 def _has_buffer(stream: Any) -> bool:
@@ -44,7 +76,7 @@ def _has_buffer(stream: Any) -> bool:
 
 
 def take_back(stream: Any) -> None:
-    """Take back a state that was loaded: Hugging Face's streams begin later epochs there too."""
+    """Take back a state that was loaded, at which Hugging Face's streams would begin later epochs too."""
     if getattr(stream, "_starting_state_dict", None):
         stream.load_state_dict({})
 
@@ -52,15 +84,16 @@ def take_back(stream: Any) -> None:
 class StreamSnapshots:
     """Asks a stream for its state after some of the batches, so that asking takes a small part of the time.
 
-    A loader makes one for each epoch of a stream that has an exact state, and its iterator calls it after each batch,
-    in the thread that loads. A state may hold a shuffle buffer of any size: asked for after each batch, it would take
-    longer than loading. Always: a state that is returned is that after the batch that was loaded last.
+    A loader makes one for each epoch of a stream that has an exact state and is read in this process. The thread that
+    loads calls it after each batch; it ends with the iterator. A state may hold a shuffle buffer of any size, so that
+    to ask after each batch could take longer than to load one. Always: a state that is returned is that after the
+    batch that was loaded last.
 
     Args:
         stream: The dataset.
-        source: The iterator of its batches. Once that has found its end, with a batch that is not full or after the
-            last one, the stream may be at the beginning of its next pass, and is not asked any more.
-        goes_on: Whether it goes on by a state that was loaded.
+        source: torch's iterator of its batches. Once that has found its end, with a batch that is not full or after
+            the last one, the stream may be at the beginning of its next pass, and is not asked any more.
+        goes_on: Whether the stream goes on by a state that was loaded.
         generators: The random generators that it holds.
     """
 
@@ -69,19 +102,24 @@ class StreamSnapshots:
         self._source = source
         self._goes_on = goes_on
         self._generators = generators
-        self._next = 0.0  # when it is asked for again, by time.perf_counter
+        self._next = 0.0  # when to ask again, by time.perf_counter; infinity for never
 
     def __call__(self) -> Any:
-        """Return a copy of the stream's state and the random states beside it; ``None`` if it is not asked now."""
+        """Return what ``ask_for_state`` does; ``None`` if the stream is not asked now."""
         if self._goes_on:
             take_back(self._stream)
         began = time.perf_counter()
         if began < self._next or stream_has_ended(self._source):
             return None
-        state = copy.deepcopy(self._stream.state_dict()), shared_state(self._generators)
+        state = ask_for_state(self._stream, self._generators, _copied)
         ended = time.perf_counter()
-        self._next = ended + LOADING_TO_ASKING * (ended - began)
+        self._next = inf if state is None else ended + LOADING_TO_ASKING * (ended - began)
         return state
+
+
+def _copied(state: tuple[Any, Any]) -> tuple[Any, Any]:
+    # The random states are a copy already.
+    return copy.deepcopy(state[0]), state[1]
 
 
 def place_of(loader: Any, before: StreamPlace | None, places: Sequence[tuple[int, Any]]) -> StreamPlace:
@@ -89,8 +127,8 @@ def place_of(loader: Any, before: StreamPlace | None, places: Sequence[tuple[int
 
     Args:
         loader: The loader.
-        before: The place that its epoch goes on from, if it does.
-        places: What the stream said of itself, and after how many batches it did: pickles of worker processes.
+        before: The place from which its epoch goes on; ``None`` for an epoch from the start.
+        places: After how many batches the stream was asked, and its states then, which worker processes pickle.
     """
     here = _describe(loader)
     if before is not None:
@@ -107,22 +145,23 @@ def _describe(loader: Any) -> StreamPlace:
 
 
 class LeftBehind:
-    """Tells, once for a loader, of samples of a live stream that were loaded ahead when an epoch was left.
+    """Warns of samples of a live stream that were loaded ahead when an epoch was left early.
 
-    A stream that begins from the start has lost nothing by that. One that goes on, as a queue, a socket or a sensor,
-    has lost them. Nothing tells which of both it is, except that it has no length and its end was not seen.
+    A loader over a stream keeps one, and has it look at the latest epoch when the next one begins. A stream that begins
+    from the start has lost nothing. One that goes on, such as a queue, a socket or a sensor, has lost them. A stream
+    without a length whose end was not seen may be either. Always: a loader warns once at most.
     """
 
     def __init__(self) -> None:
         self._has_told = False
 
     def look(self, loader: Any, background: Any, returned: int) -> None:
-        """Look at an epoch that is over, as another one is to begin.
+        """Look at the latest epoch, and warn if it was left with samples that were loaded ahead.
 
         Args:
             loader: The loader.
-            background: What took the batches from the stream.
-            returned: How many of these were returned.
+            background: The ``Background`` that took the batches of that epoch.
+            returned: How many of these the loader returned.
         """
         batches = background.taken - returned
         has_length = hasattr(type(loader.dataset), "__len__")
@@ -139,10 +178,17 @@ class LeftBehind:
         )
 
 
-def reshard(loader: Any, state: EpochState) -> EpochState:
+def reshard(loader: Any, state: EpochState, *, is_read_here: bool) -> EpochState:
     """Return a state of a loader with other batches or worker processes as one of this loader.
 
-    If worker processes cannot leave out just what was used, a ``TurboWarning`` says it in numbers.
+    Args:
+        loader: The loader.
+        state: The state.
+        is_read_here: Whether torch's own iterator reads the stream in this process, so that single samples can be left
+            out of it. Worker processes and loaders with an ``__iter__`` of their own leave out whole batches alone.
+
+    Warns:
+        TurboWarning: If whole batches are not just what was used, with the numbers of samples.
     """
     if not state.is_within_epoch:
         return state
@@ -150,16 +196,16 @@ def reshard(loader: Any, state: EpochState) -> EpochState:
     if before is None:
         name = "one with indices" if state.shards is None else state.shards.order.sampler
         refuse("sampler", name, f"the stream {type(loader.dataset).__name__}")
-    used, size = state.used_samples, here.batch_size
-    # Worker processes leave out whole batches, and cannot go on within one.
+    used = state.used_samples
+    size = here.batch_size
     is_as_before = (before.batch_size, before.workers) == (here.batch_size, here.workers)
-    if is_as_before and (not loader.num_workers or used == state.consumed * size):
+    if is_as_before and (is_read_here or used == state.consumed * size):
         return state
     # Where a batch of this size would end in the middle of what is left out, it counts as one that is left.
     left_out = used
-    if loader.num_workers or before.workers > 1:
-        left_out = used // size * size  # worker processes leave out whole batches only, and each its own
-        _warn_of_workers(before, here, used, left_out)
+    if not is_read_here or before.workers > 1:
+        left_out = used // size * size
+        _warn_of_other_samples(before, here, used, left_out)
     places = [(used // size, each) for count, each in _places_in(loader, before) if count == state.consumed]
     here = dataclasses.replace(
         here, stream=before.stream, from_sample=left_out, from_batch=used // size, is_resharded=True, places=places
@@ -173,25 +219,25 @@ def _places_in(loader: Any, before: StreamPlace) -> list[tuple[int, Any]]:
     return [] if loader.num_workers or before.told_by else before.places
 
 
-def _warn_of_workers(before: StreamPlace, here: StreamPlace, used: int, left_out: int) -> None:
+def _warn_of_other_samples(before: StreamPlace, here: StreamPlace, used: int, left_out: int) -> None:
     alone = before.workers == here.workers == 1
     if alone and left_out == used:
         return
     seen = f"{used - left_out} are seen twice" if alone else f"up to {used} may be seen twice, and as many never"
     warnings.warn(
-        f"{used} samples of the stream were used, in batches of {before.batch_size} and {before.workers} worker "
-        f"processes, and {left_out} are left out now, in batches of {here.batch_size} and {here.workers}: {seen}. "
-        "Go on with the same batch_size and num_workers, or from a checkpoint of a whole epoch.",
+        f"{used} samples of the stream were used, in batches of {before.batch_size} (processes: {before.workers}), and "
+        f"{left_out} are left out now, in batches of {here.batch_size} (processes: {here.workers}): {seen}. Go "
+        "on with the same batch_size and num_workers, or from a checkpoint of a whole epoch.",
         TurboWarning,
         stacklevel=4,
     )
 
 
 def skip_samples(samples: Any, place: StreamPlace | None) -> int:
-    """Leave out the samples of a stream that were used in other batches, and return how many those count.
+    """Leave out the samples of a stream that were used in other batches, and return as how many batches they count.
 
     Args:
-        samples: The iterator of samples; ``None`` where worker processes have it.
+        samples: The iterator of samples; ``None`` where it cannot be reached, as in worker processes.
         place: Where to go on.
     """
     if samples is None or place is None or not place.is_resharded:

@@ -17,19 +17,23 @@ __all__ = ["WholeBatches", "as_it_is", "has_whole_batches"]
 # What default_collate makes of samples can be changed by who adds to its table of functions.
 _COLLATED_BY = default_collate.__globals__.get("default_collate_fn_map", {})
 _INTEGERS = {int, np.int64}
+# torch has no index_select for tensors of one axis of these.
+_NOT_SELECTED = {torch.uint16, torch.uint32, torch.uint64}
 # The classes of what these datasets load.
 _LOADED = (Tensor, np.ndarray, np.float64, np.int64, np.bool_, float, int)
 
 
 class _OneByOneError(Exception):
-    """Indices that are not those of rows counted from the first one: torch's own way knows what they mean."""
+    """A batch cannot be had by one index, so that its samples are loaded one by one, as torch does."""
 
 
 class WholeBatches:
-    """Stands for a dataset of arrays while torch's iterator loads: it is asked for a batch, and returns it collated.
+    """Takes the place of a dataset of arrays in torch's iterator: it is asked for a batch, and returns it collated.
 
-    torch keeps its samplers: which indices make a batch, and what random numbers are drawn for them, is theirs. All
-    attributes are the dataset's own, to read and to set, as a ``worker_init_fn`` does in a worker process.
+    A loader makes one for each iterator, together with ``as_it_is`` for ``collate_fn``, and it lives as long as that
+    iterator. Always: the batch is what ``default_collate`` makes of the samples at these indices, bit for bit. torch's
+    samplers still decide which indices make a batch, and draw the random numbers for them. All attributes are the
+    dataset's own, to read and to set, as a ``worker_init_fn`` does in a worker process.
 
     Args:
         dataset: That of a loader for which ``has_whole_batches`` holds.
@@ -63,7 +67,7 @@ class WholeBatches:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return what ``WholeBatches`` has collated already."""
+    """Return a batch that ``WholeBatches`` has collated already; the ``collate_fn`` beside it."""
     return batch
 
 
@@ -119,6 +123,10 @@ def _know_array(array: np.ndarray, beside: bool = False) -> bool:
 
 
 def _know_tensor(tensor: Any, beside: bool = False) -> bool:
+    return _is_plain(tensor) and not (tensor.dim() == 1 and tensor.dtype in _NOT_SELECTED)
+
+
+def _is_plain(tensor: Any) -> bool:
     """Whether rows of a tensor that are collated one by one are what one index gives."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
@@ -194,6 +202,6 @@ def _collated(batch: Any, count: int, copy: bool) -> Any:
     if isinstance(batch, (list, tuple)):
         parts = [_collated(part, count, copy) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else parts
-    if type(batch) is Tensor and len(batch) == count and _know_tensor(batch):
+    if type(batch) is Tensor and len(batch) == count and _is_plain(batch):
         return batch.clone(memory_format=torch.contiguous_format) if copy else batch
     raise _OneByOneError

@@ -1,4 +1,4 @@
-"""A stream that keeps a state of its own, in worker processes: each tells its place, and goes on from there."""
+"""A stream with a state of its own in worker processes: each tells the place of its stream, and goes on from there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_turbo._random import generators_in, set_shared_state, shared_state
+from lightning_turbo._random import generators_in, set_shared_state
 from lightning_turbo.data.loading import streams
 from lightning_turbo.data.loading.position import Position
 
@@ -18,7 +18,11 @@ __all__ = ["PlacedStream", "RoundsPosition", "WorkerPlaces"]
 
 
 class PlacedStream(IterableDataset[Any]):
-    """Stands for a stream where torch opens it in a worker process, so that ``WorkerPlaces`` knows of each epoch."""
+    """Takes the place of a stream on its way to the worker processes, so that ``WorkerPlaces`` knows of each epoch.
+
+    A loader makes one when it starts processes, and each of them has a copy until it ends. There it is what torch calls
+    ``iter`` on; everybody else finds the stream. Always: it has its ``places`` before it is opened.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -34,84 +38,106 @@ class PlacedStream(IterableDataset[Any]):
 
 
 class WorkerPlaces:
-    """Tells in a worker process where its stream stands, and has the first epoch go on from such a place.
+    """Tells in a worker process where its stream stands, and has its first epoch go on from such a place.
 
-    A loader makes one when processes start, and each of them has a copy. Always: what is told is the state after the
-    batch that it travels with. The numbers of batches after which a process tells are multiples of a power of two, so
-    that they meet those of the other processes, whatever each takes for a state.
+    A loader makes one when it starts processes, and each of them has a copy until it ends: torch calls ``start`` once,
+    ``PlacedStream`` calls ``begin`` at each epoch, and ``HandOver`` calls ``tell`` after each batch. Always: what is
+    told is the state after the batch that it travels with. A process tells after each batch whose number is a multiple
+    of a power of two, which grows with the time that a state takes, so that such numbers of all processes meet.
 
     Args:
-        states: A place for each process to go on from, as they were told; none to begin.
+        places: A place for each process to go on from, as ``tell`` returned it; none to begin.
         batch_size: Samples of a batch; ``None`` where each sample is one.
         init_fn: The ``worker_init_fn`` of the loader.
     """
 
-    def __init__(self, states: Sequence[bytes], batch_size: int | None, init_fn: Callable[[int], None] | None) -> None:
-        self._states, self._batch_size, self._init_fn = states, batch_size, init_fn
-        self._goes_on = bool(states)
+    def __init__(self, places: Sequence[bytes], batch_size: int | None, init_fn: Callable[[int], None] | None) -> None:
+        self._places = places  # until the first epoch begins
+        self._goes_on = bool(places)
+        self._batch_size = batch_size
+        self._init_fn = init_fn
+        self._worker = 0
         self._stream: Any = None
         self._held: list[Any] = []  # the random generators in the stream
-        self._worker = 0
-        self._number = 0  # of batches in this epoch
-        self._every = 1
-        self._began = self._asking = 0.0  # by time.perf_counter, and seconds of this epoch
+        self._gives_state = True
+        self._every = 1  # the power of two
+        # Of this epoch: its batches, when it began by time.perf_counter, and the seconds of asking.
+        self._number = 0
+        self._began = 0.0
+        self._asking = 0.0
 
     def start(self, worker_id: int) -> None:
-        """Take the place of ``worker_init_fn``: the dataset of the process is the stream for whoever looks it up."""
+        """Do what ``worker_init_fn`` does, in whose place torch calls it; whoever asks for the dataset gets the stream.
+
+        Args:
+            worker_id: The number of this process.
+        """
         info: Any = get_worker_info()
         info.dataset.places = self
-        # torch lets nobody set it, by the means of its class.
+        # torch's class of it lets nobody set an attribute.
         object.__setattr__(info, "dataset", info.dataset.stream)
         self._worker = worker_id
         if self._init_fn is not None:
             self._init_fn(worker_id)
 
     def begin(self, stream: Any) -> Iterator[Any]:
-        """Open the stream for an epoch, the first one at the place that was given."""
-        self._number, self._began, self._asking = 0, time.perf_counter(), 0.0
-        given, self._states = self._states, ()
-        place = pickle.loads(given[self._worker]) if given else None
+        """Open the stream for an epoch; for the first one at the place that was given, if there is one."""
+        self._number = 0
+        self._began = time.perf_counter()
+        self._asking = 0.0
+        place = pickle.loads(self._places[self._worker]) if self._places else None
+        self._places = ()
         if place is not None:
             stream.load_state_dict(place[0])
         elif self._goes_on:
             streams.take_back(stream)
         samples = iter(stream)
-        # What a stream makes when it is loaded or opened is among them.
-        self._stream, self._held = stream, generators_in(stream)
+        self._stream = stream
+        # Only now, because a stream may make them when it is loaded or opened.
+        self._held = generators_in(stream)
         if place is not None:
             set_shared_state(place[1], self._held)
         return samples
 
     def tell(self, samples: Any) -> tuple[int, int, bytes] | None:
-        """Return the process, its number of batches and its place after them; ``None`` if it is not asked now.
+        """Return the process, its number of batches and its place after them; ``None`` if the stream is not asked now.
 
         Args:
-            samples: Those of the batch. Where there are fewer than in others the stream has ended, and may be at the
+            samples: Those of the batch. If they are fewer than in others the stream has ended, and may be at the
                 beginning of its next pass.
         """
         self._number += 1
-        if self._number % self._every or (self._batch_size is not None and len(samples) < self._batch_size):
+        has_ended = self._batch_size is not None and len(samples) < self._batch_size
+        if has_ended or not self._gives_state or self._number % self._every:
             return None
         began = time.perf_counter()
-        place = pickle.dumps((self._stream.state_dict(), shared_state(self._held)))
+        place = streams.ask_for_state(self._stream, self._held, pickle.dumps)
+        if place is None:
+            self._gives_state = False
+            return None
         seconds = time.perf_counter() - began
         self._every = self._interval(seconds, began - self._began - self._asking)
         self._asking += seconds
         return self._worker, self._number, place
 
     def _interval(self, asking: float, loading: float) -> int:
-        """Return after how many batches to ask again, so that it takes a small part of the time, by their seconds."""
+        """Return after how many batches to ask again, so that it takes a small part of the time.
+
+        Args:
+            asking: Seconds that the stream was asked just now.
+            loading: Seconds that the batches of this epoch took to load.
+        """
         wanted = math.ceil(streams.LOADING_TO_ASKING * asking * self._number / max(loading, 1e-6))
         return 1 << max(0, wanted - 1).bit_length()
 
 
 class RoundsPosition(Position):
-    """The position in a stream that worker processes read, which each tell their place with some of their batches.
+    """The position in a stream that worker processes read, each of which tells its place with some of its batches.
 
-    torch takes a batch of each process in turn, and begins with the first one after a start. So a run can go on where
-    each has given as many batches as the others: after a round. Always: ``states`` are places that all processes told
-    after the same round. Where one of them ends before the others, or has lost count by an error, no round is whole any
-    more, and the last one stays.
+    ``StreamEpochs`` makes it in place of a ``Position``. torch takes a batch of each process in turn, and begins with
+    the first one after a start. So a run can go on where each has given as many batches as the others: after a round.
+    Always: ``states`` are places that all processes told after the same round. Where one of them ends before the
+    others, or has lost count by an error, no round is whole any more, and the last whole one stays.
 
     Args:
         consumed: Batches of the epoch that were used before this iterator.
@@ -121,23 +147,29 @@ class RoundsPosition(Position):
     def __init__(self, consumed: int, workers: int) -> None:
         super().__init__(consumed)
         self._workers = workers
-        self._first = 0  # how many batches were used when the processes began
-        self._told: list[bytes] = []  # in the latest round
-        self._round = 0
+        self._first = 0  # how many batches of the epoch were used before the processes began to count
+        self._round = 0  # the latest one in which a process told its place
+        self._told: list[bytes] = []  # the places that were told in it
 
     def start_from(self, consumed: int, places: list[bytes]) -> None:
-        """Count from a place that the processes go on from."""
+        """Count rounds from the place from which the processes go on.
+
+        Args:
+            consumed: How many batches of the epoch were used there.
+            places: A place for each process.
+        """
         self._first = consumed
         self.states = [(consumed, places)]
 
     def keep(self, state: tuple[int, int, bytes]) -> None:
-        """Keep what a process told, once all of them did so in this round."""
+        """Keep what a process told, once all of them told their places in this round."""
         worker, number, place = state
-        before, turn = divmod(self.consumed - self._first - 1, self._workers)
-        if (worker, number) != (turn, before + 1):
+        rounds, turn = divmod(self.consumed - self._first - 1, self._workers)
+        if (worker, number) != (turn, rounds + 1):
             return
         if number != self._round:
-            self._round, self._told = number, []
+            self._round = number
+            self._told = []
         self._told.append(place)
         if len(self._told) == self._workers:
             super().keep(self._told)

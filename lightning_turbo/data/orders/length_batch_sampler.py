@@ -1,4 +1,4 @@
-"""``LengthBatchSampler``: batches of samples of like length, the same number of them on every rank."""
+"""``LengthBatchSampler``: batches of samples of similar length, the same number of batches on every rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["LengthBatchSampler"]
 
 
 class LengthBatchSampler(BatchSampler):
-    """A batch sampler whose batches hold samples of like length, for any number of ranks.
+    """A batch sampler whose batches hold samples of similar length, for any number of ranks.
 
-    All samples of an epoch are sorted by length, those of equal length at random, and cut into batches. Every rank gets
-    the same number of batches, and the batches of one step have like costs: as many batches as there are ranks follow
-    one another in the sorted order, and such groups are shuffled. Where the number of batches is no multiple of the
-    number of ranks, the most expensive ones are halved. Each sample is in one batch. The order follows from (seed,
-    epoch) and the number of ranks, which is asked for at each pass.
+    All samples of an epoch are sorted by length, those of equal length at random, and cut into batches. The batches of
+    one step follow one another in the sorted order, so that all ranks have similar costs, and the steps are shuffled.
+    If the number of batches is not a multiple of the number of ranks, the most expensive ones are halved. Always: every
+    rank gets the same number of batches, each sample is in one batch (if there are at least as many samples as ranks),
+    and the order follows from (seed, epoch) and the number of ranks, which is asked for at each pass.
 
     Args:
         lengths: The length of each sample of the dataset, integers above 0: tokens, frames or voxels. A sequence or a
@@ -42,8 +42,8 @@ class LengthBatchSampler(BatchSampler):
         seed: An integer from 0 to ``2**32 - 1``, the same on all ranks.
         num_replicas: The number of ranks; ``None`` for that of the process group.
         rank: The number of this rank; ``None`` for that of the process group.
-        sampler: Not used. Lightning passes a sampler of its own when it makes a batch sampler again.
-        drop_last: Not used, for the same reason; no sample is left out.
+        sampler: Ignored. Lightning passes a sampler of its own when it makes a batch sampler again.
+        drop_last: Ignored, for the same reason; no sample is left out.
 
     Attributes:
         sampler: The order of the samples before they are sorted; Lightning sets its epoch.
@@ -88,12 +88,13 @@ class LengthBatchSampler(BatchSampler):
         self.padded = (self.lengths + multiple - 1) // multiple * multiple
         self.shuffle = shuffle
         self.drop_last = False
-        # The order of the samples is that of one rank: ranks share the batches, not the samples.
+        # It gives the order of all samples, as if there were one rank: ranks share the batches, not the samples.
         self.sampler = SeededSampler(
             range(len(self.lengths)), check_seed(seed), shuffle=shuffle, num_replicas=1, rank=0
         )
         self._ranks = num_replicas, rank
-        # Where the sorted lengths are cut is the same in every epoch, as equal lengths alone change places.
+        # The sorted lengths are the same in every epoch, as only samples of equal length change places, and so are the
+        # places where they are cut.
         self._cuts = self._cut()
         self._tell_lightning(
             lengths=lengths, batch_size=batch_size, max_cost=max_cost, pad_to_multiple_of=pad_to_multiple_of,
@@ -101,10 +102,11 @@ class LengthBatchSampler(BatchSampler):
         )  # fmt: skip
 
     def _tell_lightning(self, **arguments: Any) -> None:
-        """Keep the arguments as Lightning keeps those of batch samplers that are made in its hooks.
+        """Keep the arguments where Lightning keeps those of batch samplers that are made in its hooks.
 
-        With several ranks it makes each batch sampler again, with a sampler that shares the samples among the ranks,
-        and refuses one whose arguments it does not know. This one shares its batches itself, and is made again equal.
+        On several ranks Lightning makes each batch sampler again, with a sampler that shares the samples among the
+        ranks, and refuses one whose arguments it does not know. This one ignores that sampler, so that the one that is
+        made is equal to it.
         """
         for name, value in {
             "args": (),
@@ -125,7 +127,8 @@ class LengthBatchSampler(BatchSampler):
 
     def ranks(self) -> tuple[int, int]:
         """Return the number of this rank and how many there are, as they are now."""
-        (rank, size), (size_given, rank_given) = rank_and_size(), self._ranks
+        rank, size = rank_and_size()
+        size_given, rank_given = self._ranks
         size = size if size_given is None else check_count("num_replicas", size_given)
         rank = rank if rank_given is None else check_count("rank", rank_given, least=0)
         expect(rank < size, "rank", rank, f"a number below that of the ranks, {size}")
@@ -140,11 +143,11 @@ class LengthBatchSampler(BatchSampler):
         return iter(self.draw(self.epoch, ranks)[rank::ranks])
 
     def draw(self, epoch: int, ranks: int) -> list[list[int]]:
-        """Return the batches of an epoch over all ranks; ``ranks`` of them make a step.
+        """Return the batches of an epoch over all ranks, those of one step side by side.
 
         Args:
             epoch: The number of the epoch, from 0.
-            ranks: Among how many ranks they are shared; rank ``r`` takes batches ``r``, ``r + ranks``, ...
+            ranks: The number of ranks; rank ``r`` takes the batches ``r``, ``r + ranks``, ...
 
         Raises:
             ValueError: If there are fewer samples than ranks.
@@ -166,9 +169,13 @@ class LengthBatchSampler(BatchSampler):
         return [batches[number] for number in steps.gather(1, within).flatten().tolist()]
 
     def fill(self, batches: list[list[int]], ranks: int) -> list[list[int]]:
-        """Return batches that ``ranks`` ranks can share evenly: the most expensive ones are halved until they can.
+        """Return batches that ranks can share evenly: the most expensive ones are halved until they can.
 
-        Where every batch has one sample, the first batches are taken again, as ``DistributedSampler`` does.
+        Once every batch has one sample, the first batches are taken again, as ``DistributedSampler`` does.
+
+        Args:
+            batches: The batches.
+            ranks: The number of ranks.
         """
         missing = -len(batches) % ranks
         if not missing:
@@ -188,12 +195,12 @@ class LengthBatchSampler(BatchSampler):
         return filled + (filled * missing)[:missing]
 
     def _entry(self, batch: list[int], number: int, place: int) -> tuple[int, int, int]:
-        """An entry of the heap, the most expensive batch first: it is half ``place`` of batch ``number``."""
+        """Return an entry of the heap, the most expensive batch first: part ``place`` of batch ``number``."""
         return -self._cost(batch), number, place
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of what the order follows from beside seed, epoch and ranks."""
+        """A hash of all that the order follows from beside seed, epoch and ranks."""
         limits = f"{self.batch_size} {self.max_cost}".encode()
         return hashlib.blake2b(self.padded.numpy().tobytes() + limits, digest_size=8).hexdigest()
 
@@ -238,7 +245,7 @@ class LengthBatchSampler(BatchSampler):
 
 
 def _halve(parts: list[list[int]], place: int) -> tuple[int, int]:
-    """Halve one of the parts of a batch, the second half put behind them all, and return the places of both."""
+    """Halve one of the parts of a batch, put the second half behind all parts, and return the places of both halves."""
     batch = parts[place]
     parts[place] = batch[: len(batch) // 2]
     parts.append(batch[len(batch) // 2 :])
@@ -246,7 +253,7 @@ def _halve(parts: list[list[int]], place: int) -> tuple[int, int]:
 
 
 def _check_lengths(lengths: Any) -> Tensor:
-    """Return the lengths as a tensor of integers, or raise what ``LengthBatchSampler`` promises."""
+    """Return the lengths as a tensor of integers, or raise an error that ``LengthBatchSampler`` documents."""
     expected = "an integer for each sample of the dataset, in a sequence or a tensor of one axis"
     try:
         found = torch.as_tensor(lengths).detach().cpu()

@@ -1,4 +1,4 @@
-"""``SeededSampler``: an order that follows from (seed, epoch), whatever the number of ranks."""
+"""``SeededSampler``: an order that follows from (seed, epoch) on any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_turbo._checks import check_switches
 from lightning_turbo._distributed import rank_and_size
 from lightning_turbo.data.sample_seeds import check_seed
 
@@ -14,11 +15,12 @@ __all__ = ["SeededSampler"]
 
 
 class SeededSampler(DistributedSampler[Any]):
-    """A sampler whose order follows from (seed, epoch) alone, for any number of ranks.
+    """A sampler whose order follows from (seed, epoch) alone, on any number of ranks.
 
-    The order is one permutation of the dataset for each epoch, that of ``DistributedSampler``, dealt out in turn: of
-    two ranks the first takes samples 0, 2, 4, ... of it. Without a process group there is one rank. The number of
-    ranks is asked for at each pass, because a Trainer may begin the group after the sampler is made.
+    The order of an epoch is one permutation of the dataset, that of ``DistributedSampler``, dealt out in turn: of two
+    ranks the first takes its samples 0, 2, 4, ... Without a process group there is one rank. Always: the order and the
+    share of this rank are those of the attributes, the dataset and the process group at the time of the pass, because a
+    Trainer may begin the group after the sampler is made.
 
     Args:
         dataset: What is sampled from; only its length is used.
@@ -30,7 +32,7 @@ class SeededSampler(DistributedSampler[Any]):
         rank: The number of this rank; ``None`` for that of the process group.
 
     Raises:
-        TypeError: If ``seed`` is not an integer.
+        TypeError: If ``seed`` is not an integer, or ``shuffle`` or ``drop_last`` is not a bool.
         ValueError: If ``seed`` or ``rank`` is out of range.
 
     Note:
@@ -53,22 +55,34 @@ class SeededSampler(DistributedSampler[Any]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
+        check_switches(shuffle=shuffle, drop_last=drop_last)
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = check_seed(seed)
         self.epoch = 0
-        self._given = {"shuffle": shuffle, "drop_last": drop_last, "seed": check_seed(seed)}
         self._ranks = num_replicas, rank
-        self._reshard(dataset)
+        self._count_shares()
 
-    def _reshard(self, dataset: Any) -> None:
-        """Count the ranks and share the dataset out among them."""
-        epoch, (rank, size) = self.epoch, rank_and_size()
-        replicas, own = self._ranks
-        super().__init__(dataset, size if replicas is None else replicas, rank if own is None else own, **self._given)
+    def _count_shares(self) -> None:
+        """Set how many ranks there are, and how many samples each has, to the numbers of now."""
+        rank, size = rank_and_size()
+        size_given, rank_given = self._ranks
+        epoch = self.epoch
+        super().__init__(
+            self.dataset,
+            size if size_given is None else size_given,
+            rank if rank_given is None else rank_given,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            drop_last=self.drop_last,
+        )
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        self._reshard(self.dataset)
+        self._count_shares()
         return super().__iter__()
 
     def __len__(self) -> int:
-        self._reshard(self.dataset)
+        self._count_shares()
         return super().__len__()

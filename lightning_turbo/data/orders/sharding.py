@@ -1,4 +1,4 @@
-"""One order of the samples of an epoch, sharded over ranks and batches, and the rest of it resharded."""
+"""How an order of samples is sharded over ranks and batches, and how the rest of it is resharded over others."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from lightning_turbo.data.sample_seeds import EpochBatchSampler, EpochSampler, S
 
 __all__ = ["BatchSharding", "SampleOrder", "Sharding", "Shards", "check_fits", "refuse"]
 
-# What a Trainer takes for one another, as it goes from one rank to several and back. On several it shuffles whatever
-# the loader says.
+# Lightning exchanges these for one another as a run goes from one rank to several and back. On several ranks it may
+# shuffle though the loader does not.
 _LIGHTNINGS = {"RandomSampler", "SequentialSampler", "DistributedSampler"}
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOrder:
-    """One order of samples over all ranks, from which it can be drawn again.
+    """All that an order of samples over all ranks follows from, so that it can be drawn again.
+
+    A ``Sharding`` makes one for a state, and it is saved with that. Nothing changes it.
 
     Attributes:
         sampler: The name of the sampler's class.
-        length: How many samples the dataset has.
-        shuffle: Whether they are in another order than the dataset's.
-        epoch: The number of the epoch, which seeds of samples follow from.
+        length: How many entries the order has: samples, or batches of a ``LengthBatchSampler``.
+        shuffle: Whether they are in another order than that of the dataset.
+        epoch: The number of the epoch, from which sample seeds follow too.
         seed: The sampler's seed, if it has one.
-        generator: The state of the generator that the order was drawn from, before it was; ``None`` if there is none.
-        has_own_generator: Whether that is one of the sampler's, and not the global RNG of torch.
-        digest: Of what else the order follows from, weights or lengths; empty where there is nothing.
+        generator: The state from which a generator drew the order; ``None`` if none did.
+        has_own_generator: Whether the sampler holds that generator; otherwise it is the global RNG of torch.
+        digest: A hash of all else that the order follows from, weights or lengths; empty if there is nothing else.
         step_ranks: For how many ranks an order of batches was drawn; 1 for an order of samples.
-        cuts: How an order of batches was changed since, each time that it went on with other ranks: how many batches
-            were used, and for how many ranks the rest was filled up.
+        cuts: How an order of batches was changed each time that it went on with other ranks: how many batches were
+            used, and for how many ranks the rest was filled up.
     """
 
     sampler: str
@@ -74,14 +76,14 @@ class SampleOrder:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How one order of samples is sharded over ranks and batches.
+    """How an order of samples is sharded over ranks and batches, as a state saves it. Nothing changes it.
 
     Attributes:
         order: The order.
-        ranks: Over how many ranks.
-        batch_size: Samples of a batch of each.
+        ranks: The number of ranks.
+        batch_size: Samples of a batch of one rank.
         from_sample: How many samples of the order were used when this sharding began, 0 for the whole epoch.
-        from_batch: How many batches of a rank those count as.
+        from_batch: As how many batches of a rank those count.
         is_resharded: Whether the epoch began with another sharding.
     """
 
@@ -94,18 +96,19 @@ class Shards:
 
 
 class Sharding(NamedTuple):
-    """How a loader shards one order of samples: in turn to the ranks, and there to batches.
+    """How a loader shards an order of samples: it deals them out to the ranks in turn, and to batches there.
 
-    It is made again for each question, because a Trainer may begin the process group after the loader is made.
+    ``ResumableSampler`` makes one for each question, because a Trainer may begin the process group after the loader is
+    made. Always: the numbers of ranks, and of this one, are those of the moment when it was made.
 
     Attributes:
-        sampler: What the order comes from: a ``SeededSampler`` or ``WeightedSampler``, or torch's
+        sampler: The sampler that gives the order: a ``SeededSampler`` or ``WeightedSampler``, or torch's
             ``DistributedSampler``, ``RandomSampler`` without replacement, or ``SequentialSampler``.
-        outer: What makes batches of the indices; ``sampler`` itself for a loader with ``batch_size=None``.
+        outer: The sampler that makes batches of the indices; ``sampler`` itself for a loader with ``batch_size=None``.
         batch_size: Samples of a batch.
-        drop_last: Whether a batch that is not full is left out.
-        ranks: Over how many ranks the order is sharded; one where each rank has its own.
-        rank: The number of this one.
+        drop_last: Whether a last batch that is not full is left out.
+        ranks: Over how many ranks the order is sharded; 1 if each rank has an order of its own.
+        rank: The number of this rank among them.
     """
 
     sampler: Any
@@ -118,7 +121,9 @@ class Sharding(NamedTuple):
     @classmethod
     def of(cls, outer: Any) -> Sharding | None:
         """Return how a loader with this index sampler shards, or ``None`` if no order of samples is known of it."""
-        sampler, batch_size, drop_last = outer, 1, False
+        sampler = outer
+        batch_size = 1
+        drop_last = False
         if type(outer) in (BatchSampler, EpochBatchSampler):
             sampler, batch_size, drop_last = outer.sampler, outer.batch_size, outer.drop_last
         elif type(outer) is EpochSampler:
@@ -127,7 +132,8 @@ class Sharding(NamedTuple):
             rank, ranks = sampler.ranks()
             return BatchSharding(sampler, outer, 1, False, ranks, rank)
         if type(sampler) in (SeededSampler, WeightedSampler, DistributedSampler):
-            len(sampler)  # at which a SeededSampler counts the ranks
+            # A SeededSampler counts the ranks when it is asked for its length.
+            len(sampler)
             return cls(sampler, outer, batch_size, drop_last, sampler.num_replicas, sampler.rank)
         takes_each_once = type(sampler) is SequentialSampler
         if type(sampler) is RandomSampler:
@@ -170,12 +176,12 @@ class Sharding(NamedTuple):
         )
 
     def is_that_of(self, shards: Shards) -> bool:
-        """Whether samples are sharded over ranks and batches as by this loader."""
+        """Whether this loader shards samples over ranks and batches in the same way."""
         as_before = shards.order.sampler == type(self.sampler).__name__ and shards.ranks == self.ranks
         return as_before and shards.batch_size == self.batch_size
 
     def check(self, order: SampleOrder) -> None:
-        """Raise a ``ValueError`` that names both values if this loader is not one for an order."""
+        """Raise a ``ValueError`` that names both values if this loader cannot give the rest of an order."""
         here = self.order
         both = {order.sampler, here.sampler}
         if len(both) > 1 and not both <= _LIGHTNINGS:
@@ -183,7 +189,7 @@ class Sharding(NamedTuple):
         if order.digest != here.digest:
             refuse("digest of the sampler's weights or lengths", order.digest, here.digest)
         self._check_length(order)
-        # From one rank to several Lightning takes a DistributedSampler, which shuffles. The order that began goes on.
+        # On several ranks Lightning takes a DistributedSampler, which shuffles. The order that began goes on.
         is_lightnings = len(both) == 2 and "DistributedSampler" in both
         if order.shuffle != here.shuffle and not is_lightnings:
             refuse("shuffle", order.shuffle, here.shuffle)
@@ -195,22 +201,25 @@ class Sharding(NamedTuple):
             refuse("length of the dataset", order.length, self.length)
 
     def count_batches(self, start: int = 0) -> int:
-        """Return how many batches this rank has of an order from its sample ``start`` on."""
+        """Return how many batches this rank has of the samples of an order from number ``start`` on."""
         left = self.length - start
         drops = isinstance(self.sampler, DistributedSampler) and self.sampler.drop_last
         own = left // self.ranks if drops else -(-left // self.ranks)
         return own // self.batch_size if self.drop_last else -(-own // self.batch_size)
 
     def reshard(self, order: SampleOrder, used: int) -> Shards:
-        """Return how the rest of an order is sharded, of which so many samples were used.
+        """Return how this loader shards the rest of an order.
 
-        They count as so many batches that what is left are the last ones of an epoch of this loader's.
+        Args:
+            order: The order.
+            used: How many of its samples were used. They count as so many batches that the rest are the last batches of
+                an epoch of this loader.
         """
         number = self.count_batches() - self.count_batches(used)
         return Shards(order, self.ranks, self.batch_size, from_sample=used, from_batch=number, is_resharded=True)
 
     def rest(self, shards: Shards) -> Iterator[Any]:
-        """Yield what this rank loads of an order that is resharded, as the loader's own sampler would.
+        """Yield the entries of this rank in the rest of an order, as the sampler of the loader yields them.
 
         As torch's ``DistributedSampler`` does, the first samples of the order are taken again where the ranks would not
         have the same number, or with ``drop_last`` the last ones are left out.
@@ -226,11 +235,11 @@ class Sharding(NamedTuple):
         return self._batched(left[self.rank :: self.ranks], shards)
 
     def draw(self, order: SampleOrder) -> list[Any]:
-        """Return an order over all ranks."""
+        """Return the entries of an order over all ranks."""
         return self.sampler.draw(order.epoch) if isinstance(self.sampler, WeightedSampler) else order.draw()
 
     def _batched(self, own: list[Any], shards: Shards) -> Iterator[Any]:
-        """Yield this rank's part as the loader's own sampler would: in batches, with the epoch of sample seeds."""
+        """Yield the samples of this rank as the sampler of the loader does: in batches, with keys for sample seeds."""
         if self.outer is self.sampler:
             return iter(own)
         outer = copy.copy(self.outer)
@@ -243,10 +252,10 @@ class Sharding(NamedTuple):
 
 
 class BatchSharding(Sharding):
-    """How a loader with a ``LengthBatchSampler`` shards one order: its entries are batches, which ranks take in turn.
+    """How a loader with a ``LengthBatchSampler`` shards an order, whose entries are batches, which ranks take in turn.
 
-    Where the order goes on with other ranks, what is left is filled up for these, so that it is another order from
-    then on: ``SampleOrder.cuts`` tells how it was made.
+    If the order goes on with other ranks, the rest is filled up for these, and is another order from then on.
+    ``SampleOrder.cuts`` tells how it was made.
     """
 
     @property
@@ -272,10 +281,10 @@ class BatchSharding(Sharding):
         return dataclasses.replace(self.order, epoch=epoch)
 
     def _check_length(self, order: SampleOrder) -> None:
-        """Nothing: how many batches there are depends on the ranks, and the digest is of all lengths."""
+        """Check nothing: the number of batches depends on the ranks, and the digest is one of all lengths."""
 
     def reshard(self, order: SampleOrder, used: int) -> Shards:
-        """Return how the batches are sharded that are left of an order."""
+        """Return how this loader shards the rest of an order, of which so many batches were used."""
         steps = -(-(order.length - used) // self.ranks)
         left = dataclasses.replace(order, length=steps * self.ranks, cuts=[*order.cuts, (used, self.ranks)])
         return Shards(left, self.ranks, 1, from_sample=0, from_batch=len(self.sampler) - steps, is_resharded=True)
@@ -286,7 +295,7 @@ class BatchSharding(Sharding):
         return self._batched(left[self.rank :: self.ranks], shards)
 
     def draw(self, order: SampleOrder) -> list[Any]:
-        """Return the batches of an order over all ranks, or of what its last cut left."""
+        """Return the batches of an order over all ranks, from its last cut on."""
         epoch = self.sampler.epoch
         batches = self.sampler.draw(order.epoch, order.step_ranks)
         self.sampler.set_epoch(epoch)
@@ -305,7 +314,7 @@ def check_fits(loader: Any) -> None:
 
 
 def refuse(name: str, before: Any, now: Any) -> NoReturn:
-    """Raise what is said where a state of the middle of an epoch is loaded into another kind of loader."""
+    """Raise the error of a state of the middle of an epoch that is loaded into a loader of another kind."""
     raise ValueError(
         f"The state is of the middle of an epoch. {name}: expected {before} as when it was taken, got {now}. Go on "
         "with the same, or from a checkpoint of the end of an epoch."

@@ -1,4 +1,4 @@
-"""``WeightedSampler``: samples drawn by weight, one order for all ranks."""
+"""``WeightedSampler``: samples are drawn by weight, in one order for all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WeightedSampler(SeededSampler):
 
     The order of an epoch is what ``torch.utils.data.WeightedRandomSampler`` draws with a generator that was seeded with
     ``seed + epoch``. It is dealt out in turn, as that of ``SeededSampler``: of two ranks the first takes positions 0,
-    2, 4, ... Lightning leaves it as it is under every strategy, because it is a ``DistributedSampler``.
+    2, 4, ... Lightning keeps this sampler under every strategy, because it is a ``DistributedSampler``.
 
     Args:
         weights: One weight for each sample of the dataset, not negative and finite, not all zero; they need not sum up
@@ -69,16 +69,17 @@ class WeightedSampler(SeededSampler):
         check_switches(replacement=replacement, drop_last=drop_last)
         self.weights = _check_weights(weights)
         self.replacement = replacement
-        number = len(self.weights) if num_samples is None else check_count("num_samples", num_samples)
-        self.draws = number
+        self.draws = len(self.weights) if num_samples is None else check_count("num_samples", num_samples)
         drawable = int((self.weights > 0).sum())
         expect(
-            replacement or number <= drawable,
+            replacement or self.draws <= drawable,
             "num_samples",
-            number,
+            self.draws,
             f"at most {drawable} without replacement, the number of weights above zero",
         )
-        super().__init__(range(number), seed, shuffle=False, drop_last=drop_last, num_replicas=num_replicas, rank=rank)
+        super().__init__(
+            range(self.draws), seed, shuffle=False, drop_last=drop_last, num_replicas=num_replicas, rank=rank
+        )
 
     def draw(self, epoch: int) -> list[int]:
         """Return the order of an epoch over all ranks: ``num_samples`` indices of the dataset."""
@@ -87,7 +88,7 @@ class WeightedSampler(SeededSampler):
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of what the order follows from beside seed and epoch."""
+        """A hash of all that the order follows from beside seed and epoch."""
         settings = f"{self.draws} {self.replacement}".encode()
         return hashlib.blake2b(self.weights.numpy().tobytes() + settings, digest_size=8).hexdigest()
 
@@ -103,7 +104,7 @@ class WeightedSampler(SeededSampler):
 
 
 def _check_weights(weights: Any) -> Tensor:
-    """Return the weights as a tensor of doubles, or raise what ``WeightedSampler`` promises."""
+    """Return the weights as a tensor of doubles, or raise an error that ``WeightedSampler`` documents."""
     expected = "one number for each sample of the dataset, in a sequence or a tensor of one axis"
     try:
         found = torch.as_tensor(weights, dtype=torch.double).detach().cpu()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.loading import streams
@@ -101,13 +101,13 @@ def test_each_sample_of_a_stream_comes_once(make, sizes, ahead, monkeypatch):
 
 @pytest.mark.parametrize(("before", "now", "used", "said"), [
     # By the size of a batch and the number of worker processes.
-    ((3, 1), (4, 1), 2, "6 samples .* 4 are left out now, in batches of 4 and 1: 2 are seen twice"),
+    ((3, 1), (4, 1), 2, "6 samples .* 4 are left out now, in batches of 4 .processes: 1.: 2 are seen twice"),
     ((3, 1), (2, 0), 2, None),
     ((3, 0), (2, 1), 2, None),
     ((4, 2), (4, 2), 2, None),
-    ((4, 2), (2, 2), 2, "8 samples .* 8 are left out now, in batches of 2 and 2: up to 8 may be seen twice, and as"),
-    ((4, 2), (4, 1), 3, "12 samples .* batches of 4 and 2 worker processes, and 12 .* up to 12 may be seen twice"),
-    ((4, 2), (5, 0), 2, "8 samples .* and 5 are left out now, in batches of 5 and 1: up to 8 may be seen twice"),
+    ((4, 2), (2, 2), 2, "8 samples .* 8 are left out now, in batches of 2 .processes: 2.: up to 8 may be seen twice"),
+    ((4, 2), (4, 1), 3, "12 samples .* batches of 4 .processes: 2., and 12 .* up to 12 may be seen twice"),
+    ((4, 2), (5, 0), 2, "8 samples .* and 5 are left out now, in batches of 5 .processes: 1.: up to 8 may be seen"),
 ])  # fmt: skip
 def test_what_worker_processes_cannot_leave_out_is_said_in_numbers(before, now, used, said, recwarn):
     loader, other = (PrefetchLoader(Stream(), size, num_workers=workers) for size, workers in (before, now))
@@ -122,6 +122,78 @@ def test_what_worker_processes_cannot_leave_out_is_said_in_numbers(before, now, 
         with pytest.warns(TurboWarning, match=said):
             other.load_state_dict(state)
         assert set(numbers(seen + values(other))) == set(range(20)) or before[1] == 2
+
+
+class Iterates(DataLoader):
+    """Has an ``__iter__`` of its own, which nobody can ask for single samples."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def test_a_loader_with_an_iter_of_its_own_leaves_out_whole_batches_and_says_so():
+    first, other, third = (PrefetchLoader.of(Iterates(Stream(), size)) for size in (3, 4, 4))
+    take(iter(first), 2)
+    with pytest.warns(TurboWarning, match="6 samples .* 4 are left out now, .* 2 are seen twice"):
+        other.load_state_dict(saved(first.state_dict()))
+    assert take(iter(other), 2) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    third.load_state_dict(saved(other.state_dict()))
+    assert values(third) == [[12, 13, 14, 15], [16, 17, 18, 19]]
+
+
+class Fails(Placed):
+    """Draws when it is opened, and cannot be opened for its second pass at once."""
+
+    opened = 0
+
+    def __iter__(self):
+        torch.rand(1)
+        self.opened += 1
+        if self.opened == 2:
+            raise OSError("not there")
+        return super().__iter__()
+
+
+class FailsToSample(Sampler):
+    """Raises an error when it is asked for its second order at once."""
+
+    asked = 0
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        self.asked += 1
+        if self.asked == 2:
+            raise OSError("not there")
+        return iter(torch.randperm(20).tolist())
+
+
+@pytest.mark.parametrize("make", [
+    lambda: PrefetchLoader(Fails(), 4), lambda: PrefetchLoader(range(20), 4, sampler=FailsToSample(), num_workers=1),
+], ids=["stream", "indices"])  # fmt: skip
+def test_a_state_after_an_iter_that_failed_is_that_of_a_loader_that_begins(make):
+    """The epoch before is over, and a state of it would go on in it with the random states of the next one."""
+    loader = make()
+    loader.prefetch_batches = 1
+    first = take(iter(loader), 2)
+    with pytest.raises(OSError, match="not there"):
+        iter(loader)
+    state = saved(loader.state_dict())
+    assert (state["consumed"], state["order"]) == (0, None)
+    rng = torch.get_rng_state()
+    other = make()
+    other.dataset.opened = 2
+    other.sampler.asked = 2
+    other.load_state_dict(state)
+    every = []
+    for each in (loader, other):
+        torch.set_rng_state(rng)
+        every.append(values(each))
+    assert every[0] == every[1] != first
+    assert sorted(numbers(every[0])) == list(range(20))
+    loader.close()
+    other.close()
 
 
 def test_the_state_of_a_dataset_with_indices_is_refused_by_a_stream_and_the_other_way_round():

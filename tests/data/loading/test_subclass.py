@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_turbo.data import PrefetchLoader
 from tests.data.samples import Custom, seeded, take, values
@@ -29,6 +30,31 @@ def test_other_classes_of_loader_can_be_converted():
         "self", "path", "scale", "prefetch_batches", "threads", "transfer", "sample_seeds", "kwargs",
     ]  # fmt: skip
     assert values(type(twin)(path="there", batch_size=3, prefetch_batches=2)) == [[0, 1, 2], [3, 4, 5]]
+
+
+class Threaded(DataLoader):
+    """Has an argument of its own that PrefetchLoader has too."""
+
+    def __init__(self, *args, threads=3, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.lanes = threads
+
+
+class Transfers(DataLoader):
+    """Has an attribute of its own that PrefetchLoader has too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.transfer = "by post"
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Threaded, "threads"), (Transfers, "transfer")])
+def test_a_class_to_which_an_added_name_means_something_else_is_refused_in_words(kind, name):
+    loader = kind(range(6))
+    with pytest.raises(TypeError, match=f"without an argument or attribute '{name}', got {kind.__name__}"):
+        PrefetchLoader.of(loader)
+    twin = PrefetchLoader.of(PrefetchLoader(range(6), threads=2), threads=3)
+    assert twin.threads == 3
 
 
 @pytest.mark.parametrize("convert", [False, True])

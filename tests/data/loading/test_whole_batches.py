@@ -22,7 +22,9 @@ from lightning_turbo.data import PackedDataset, PrefetchLoader
 from lightning_turbo.data.loading.whole_batches import WholeBatches, has_whole_batches
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.batches import differences
+from tests.data.samples import itself
 
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 ARRAYS = ("float32", "float64", "float16", "int64", "int16", "uint8", "uint16", "bool", "complex64")
 
@@ -246,6 +248,7 @@ def own_collate(samples):
         (TensorDataset(torch.eye(4).to_sparse()), default_collate),
         (TensorDataset(torch.eye(4).as_subclass(Known)), default_collate),
         (TensorDataset(torch.ones(4, dtype=torch.complex64).conj()), default_collate),
+        *((TensorDataset(torch.arange(4).to(kind)), default_collate) for kind in UNSIGNED),
         (np.ones(4, ">f4"), default_collate),
         (np.array(["a", "b"]), default_collate),
         (np.ones(4, "uint64"), default_collate),
@@ -258,6 +261,14 @@ def own_collate(samples):
 )  # fmt: skip
 def test_other_datasets_are_not_guessed_at(dataset, collate):
     assert not has_whole_batches(DataLoader(dataset, collate_fn=collate))
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED)
+@pytest.mark.parametrize("make", [TensorDataset, StackDataset, itself])
+def test_unsigned_numbers_are_loaded_as_by_a_data_loader(dtype, make):
+    for shape in ((6,), (6, 2)):
+        values = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+        assert not differences(*[list(kind(make(values), batch_size=4)) for kind in (DataLoader, PrefetchLoader)])
 
 
 def test_an_own_getitems_of_an_object_is_called():

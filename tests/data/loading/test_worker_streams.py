@@ -1,5 +1,8 @@
 """A run that is stopped again and again in an epoch goes on exactly, by the places that worker processes tell."""
 
+import threading
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -255,6 +258,72 @@ def test_a_stream_whose_state_needs_arguments_is_run_through(workers):
     (every,) = straight(make, 1)
     seen, rest, _ = in_stops(make, (2, 1))
     assert without_reads(seen + rest) == without_reads(every)
+
+
+class Native(Placed):
+    """Its method is one of C, of which Python does not know the arguments."""
+
+    state_dict = {"at": 0, "passes": 0}.copy
+
+
+class Abstract(Placed):
+    """Has the methods of a base class that leaves them to others."""
+
+    def state_dict(self):
+        raise NotImplementedError
+
+    load_state_dict = state_dict
+
+
+class Locked(Placed):
+    """Gives a state that nobody can copy."""
+
+    def state_dict(self):
+        return {"lock": threading.Lock()}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Native, Abstract, Locked])
+def test_a_stream_that_gives_no_state_is_run_through(kind, workers):
+    """Its batches are those of a DataLoader; a warning says why, in the process that asked."""
+
+    def make():
+        return PrefetchLoader(kind(), 2, num_workers=workers)
+
+    says = kind is not Native and not workers
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (every,) = straight(make, 1)
+        seen, rest, _ = in_stops(make, (2, 1))
+    told = [str(each.message) for each in caught if each.category is TurboWarning]
+    assert bool(told) is says
+    assert all(f"state_dict() of the stream {kind.__name__}: expected a state" in each for each in told)
+    assert without_reads(every) == without_reads(values(DataLoader(kind(), 2, num_workers=workers)))
+    assert without_reads(seen + rest) == without_reads(every)
+
+
+class LooksAhead(DataLoader):
+    """Reads a batch ahead of the one that it returns, as a loader does that tells which batch is the last."""
+
+    def __iter__(self):
+        batches = super().__iter__()
+        latest = next(batches)
+        for batch in batches:
+            yield latest
+            latest = batch
+        yield latest
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", [Placed, Counted])
+def test_a_loader_that_reads_ahead_by_itself_loses_no_batch(kind, workers):
+    def make():
+        return PrefetchLoader.of(LooksAhead(kind(), 2, num_workers=workers))
+
+    first, second = straight(make, 2)
+    seen, rest, later = in_stops(make, (2, 1, 2))
+    assert without_reads(seen + rest) == without_reads(first)
+    assert len(later) == len(second)
 
 
 class Damaged(Placed):

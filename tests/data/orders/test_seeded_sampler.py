@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo.data import SeededSampler
 
@@ -27,6 +28,24 @@ def test_ranks_are_dealt_one_order_in_turn(ranks, shuffle, drop_last):
         assert {len(sampler) for sampler in samplers} == {turns}
         orders.add(tuple(order))
     assert len(orders) == (3 if shuffle else 1)
+
+
+@pytest.mark.parametrize("change", [{"seed": SEED + 1}, {"shuffle": False}, {"drop_last": True}, {"dataset": range(9)}])
+def test_attributes_that_are_set_later_count_as_in_a_distributed_sampler(change):
+    """Also after the sampler was asked for its length, at which it counts the ranks."""
+    ours = SeededSampler(range(21), SEED, num_replicas=2, rank=1)
+    torchs = DistributedSampler(change.get("dataset", range(21)), 2, 1, seed=SEED, drop_last="drop_last" in change)
+    for sampler in (ours, torchs):
+        for name, value in change.items():
+            setattr(sampler, name, value)
+    assert (len(ours), list(ours)) == (len(torchs), list(torchs))
+    assert {name: getattr(ours, name) for name in change} == change
+
+
+@pytest.mark.parametrize("name", ["shuffle", "drop_last"])
+def test_switches_are_bools(name):
+    with pytest.raises(TypeError, match=f"{name}='no': expected True or False"):
+        SeededSampler(range(4), SEED, **{name: "no"})
 
 
 def test_a_process_group_that_begins_later_counts(tmp_path):
