@@ -162,7 +162,8 @@ def add_seeds(loader: DataLoader[Any], seed: int) -> None:
 
 def _with_epochs(sampler: Any, batched: bool) -> Any:
     """Return a sampler like ``sampler`` whose batches know their epoch and number."""
-    if type(sampler) is BatchSampler:  # a Trainer makes one of the same arguments again, with another sampler
+    # A Trainer makes a batch sampler again, of the same class and arguments, with another sampler.
+    if type(sampler) is BatchSampler:
         return EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
     if type(sampler).__name__ != "_IndexBatchSamplerWrapper":
         return EpochSampler(sampler, batched=batched)

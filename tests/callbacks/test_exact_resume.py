@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo import Prefetch, PrefetchLoader
+from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
 from tests.data.samples import Rows
 from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
@@ -114,6 +114,24 @@ def test_a_prediction_knows_the_indices_of_its_batches(number, workers):
         return writer.seen
 
     assert predict(Prefetch(sample_seeds=1)) == predict(Prefetch()) == predict()
+
+
+class Half(DataLoader):
+    """Has one of the two methods of a loader with a state."""
+
+    def load_state_dict(self, state):
+        raise AssertionError(f"{state} is of another loader")
+
+
+def test_a_loader_that_gives_no_state_is_one_without(tmp_path):
+    def loaders():
+        return [Half(Rows(8, noisy), 4, shuffle=True), DataLoader(Rows(8, noisy), 4)]
+
+    save = Save(tmp_path / "at.ckpt", 4, "on_train_epoch_end")
+    whole, _ = fit(ExactResume(), save, loaders=loaders())
+    rest, _ = fit(ExactResume(), loaders=loaders(), ckpt=tmp_path / "at.ckpt")
+    assert rest.trained == whole.trained[4:]
+    assert rest.trained
 
 
 def train_loaders(kind):

@@ -332,13 +332,14 @@ def test_the_random_states_of_ranks_that_are_gone_are_dropped(tmp_path, monkeypa
 
 def test_the_random_states_of_new_ranks_follow_from_those_of_rank_0_and_their_number(tmp_path, monkeypatch):
     """A second rank of a run that had one: the seed of its own process makes no difference."""
-    said, places = [], "lightning_turbo.callbacks.exact_resume."
+    said, places = [], "lightning_turbo.callbacks."
     path = tmp_path / "one.ckpt"
     fit("plain loader, turbo", max_epochs=1, limit_val_batches=0)[0].save_checkpoint(path)
-    monkeypatch.setattr(places + "rank_zero_info", said.append)
+    monkeypatch.setattr(places + "exact_resume.rank_zero_info", said.append)
     losses = {}
     for rank, size in ((0, 2), (1, 2), (2, 3)):
-        monkeypatch.setattr(places + "rank_and_size", lambda rank=rank, size=size: (rank, size))
+        for module in ("restored", "random_states"):
+            monkeypatch.setattr(f"{places}resume.{module}.rank_and_size", lambda rank=rank, size=size: (rank, size))
         runs = [fit("plain loader, turbo", ckpt=path, seed=seed, limit_val_batches=0)[1].losses for seed in (1, 2)]
         assert runs[0] == runs[1]
         losses[rank] = tuple(runs[0])

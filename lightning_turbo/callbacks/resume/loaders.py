@@ -18,7 +18,13 @@ from lightning_turbo._random import generator_state, generators_in, set_generato
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo.callbacks.resume import counters
 from lightning_turbo.callbacks.resume.random_states import set_random_states
-from lightning_turbo.callbacks.resume.resharded import batch_size_of, count_on, count_whole_epoch, warn_of_other_batches
+from lightning_turbo.callbacks.resume.resharded import (
+    batch_size_of,
+    count_on,
+    count_whole_epoch,
+    has_state,
+    warn_of_other_batches,
+)
 from lightning_turbo.callbacks.resume.restored import Restored
 from lightning_turbo.data.loading.epoch_state import EpochState
 from lightning_turbo.data.loading.loader import PrefetchLoader
@@ -32,7 +38,7 @@ __all__ = [
 
 def _stateful(combined: Any) -> list[Any]:
     """Return the loaders with a state."""
-    return [] if combined is None else [each for each in combined.flattened if hasattr(each, "load_state_dict")]
+    return [] if combined is None else [each for each in combined.flattened if has_state(each)]
 
 
 def _counts(loader: Any) -> bool:

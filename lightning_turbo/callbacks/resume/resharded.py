@@ -19,7 +19,12 @@ from lightning_turbo.data.loading.epochs import length_of
 from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["batch_size_of", "count_on", "count_whole_epoch", "warn_of_other_batches"]
+__all__ = ["batch_size_of", "count_on", "count_whole_epoch", "has_state", "warn_of_other_batches"]
+
+
+def has_state(loader: Any) -> bool:
+    """Whether Lightning saves a state of a loader."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def batch_size_of(loader: Any) -> int:
@@ -53,7 +58,7 @@ class _Loaded(NamedTuple):
 def _loaded(combined: Any, states: Sequence[Any]) -> list[_Loaded]:
     """Return the loaders that count their batches, with the states that were loaded into them."""
     limits = zip(combined.flattened, combined.limits, strict=True)
-    stateful = [(loader, limit) for loader, limit in limits if hasattr(loader, "load_state_dict")]
+    stateful = [(loader, limit) for loader, limit in limits if has_state(loader)]
     read = [(*each, _read(state)) for each, state in zip(stateful, states, strict=True)]
     return [
         _Loaded(loader, limit, old, loader.epoch_state())

@@ -369,7 +369,8 @@ class ResumableSampler:
         return EpochState(generators=self._generator_states())
 
     def _find_shards(self) -> Shards | None:
-        sharding, start = Sharding.of(self.sampler), self.start
+        sharding = Sharding.of(self.sampler)
+        start = self.start
         if sharding is None or start is None:
             return None
         if self._shards is not None:
@@ -395,7 +396,8 @@ class ResumableSampler:
         Raises:
             ValueError: If it is of the middle of an epoch of another dataset, sampler or seed.
         """
-        shards, sharding = state.shards, Sharding.of(self.sampler)
+        shards = state.shards
+        sharding = Sharding.of(self.sampler)
         here = type(getattr(self.sampler, "sampler", self.sampler)).__name__
         if state.stream is not None and state.is_within_epoch:
             refuse("sampler", state.stream.stream, here)

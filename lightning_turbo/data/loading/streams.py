@@ -192,7 +192,8 @@ def reshard(loader: Any, state: EpochState, *, is_read_here: bool) -> EpochState
     """
     if not state.is_within_epoch:
         return state
-    before, here = state.stream, _describe(loader)
+    before = state.stream
+    here = _describe(loader)
     if before is None:
         name = "one with indices" if state.shards is None else state.shards.order.sampler
         refuse("sampler", name, f"the stream {type(loader.dataset).__name__}")

@@ -43,7 +43,8 @@ def make_class(base: type[DataLoader[Any]], cls: type[DataLoader[Any]]) -> Any:
 
         __init__.__signature__ = merge_signatures(base, cls)
         made = type(f"Prefetch{cls.__name__}", (base, cls), {"__init__": __init__, "_behind_class": cls})
-        made.__module__, made.__doc__ = cls.__module__, cls.__doc__
+        made.__module__ = cls.__module__
+        made.__doc__ = cls.__doc__
         _made[base, cls] = made
     return made
 

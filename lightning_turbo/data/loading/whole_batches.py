@@ -40,7 +40,8 @@ class WholeBatches:
     """
 
     def __init__(self, dataset: Any) -> None:
-        vars(self)["_dataset"] = dataset  # other attributes that are set belong to the dataset
+        # Other attributes that are set belong to the dataset.
+        vars(self)["_dataset"] = dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -92,7 +93,8 @@ def _is_torchs_own() -> bool:
 def _is_known(dataset: Any, beside: bool = False) -> bool:
     """Whether a dataset is one of those, also ``beside`` others, of which one may have to be loaded one by one."""
     know = _KNOW.get(type(dataset))
-    own = "__getitems__" in getattr(dataset, "__dict__", {})  # of this object alone
+    # A method that was set on this object alone.
+    own = "__getitems__" in getattr(dataset, "__dict__", {})
     return know is not None and not own and know(dataset, beside)
 
 
@@ -113,7 +115,8 @@ def _know_tensors(dataset: TensorDataset, beside: bool) -> bool:
 def _know_packed(dataset: PackedDataset, beside: bool) -> bool:
     if dataset.sample_transform is not None or (beside and dataset.transform is not None):
         return False
-    return all(isinstance(each, np.ndarray) for each in dataset.arrays.values())  # not rows that differ in shape
+    # The others hold rows that differ in shape.
+    return all(isinstance(each, np.ndarray) for each in dataset.arrays.values())
 
 
 def _know_array(array: np.ndarray, beside: bool = False) -> bool:

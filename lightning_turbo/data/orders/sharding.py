@@ -125,7 +125,9 @@ class Sharding(NamedTuple):
         batch_size = 1
         drop_last = False
         if type(outer) in (BatchSampler, EpochBatchSampler):
-            sampler, batch_size, drop_last = outer.sampler, outer.batch_size, outer.drop_last
+            sampler = outer.sampler
+            batch_size = outer.batch_size
+            drop_last = outer.drop_last
         elif type(outer) is EpochSampler:
             sampler = outer.sampler
         if type(sampler) is LengthBatchSampler:
