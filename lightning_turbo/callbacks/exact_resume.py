@@ -146,11 +146,12 @@ class ExactResume(Callback):
             return
         self._validations.restore(restored.validation)
         self._restore_counters(trainer, restored)
+        said: list[str] = []
         # In every epoch but the first, Lightning calls iter() itself: the order is drawn from the restored generators.
-        is_next = restored.place.over and trainer.current_epoch > 0
-        said = [] if is_next else loaders.go_on_in_epoch(trainer, restored)
-        if is_next:
+        if restored.place.over and trainer.current_epoch > 0:
             loaders.go_on_with_whole_epoch(trainer.fit_loop, restored)
+        else:
+            said += loaders.go_on_in_epoch(trainer, restored)
         # After the loaders, whose iter() draws numbers that a run without a stop drew long before.
         if restored.random is not None:
             set_random_states(trainer.strategy.root_device, restored.random)
@@ -163,9 +164,9 @@ class ExactResume(Callback):
     def _restore_counters(self, trainer: Trainer, restored: Restored) -> None:
         """Correct what Lightning has read, and what it does not save."""
         loop = trainer.fit_loop
-        is_whole = restored.place.over or restored.place.begins
-        counters.correct_loops(loop, is_whole=is_whole, is_step_counted="step" not in restored.waits)
-        if not (is_whole or restored.validation.due):
+        is_between = restored.place.is_between_epochs
+        counters.correct_loops(loop, is_between_epochs=is_between, is_step_counted="step" not in restored.waits)
+        if not (is_between or restored.validation.due):
             # Lightning would take the last batch of the checkpoint for one that a validation is due after, though that
             # was made, and would count the step and update schedulers once more.
             check = ReplacedMethod(loop.epoch_loop, "_should_check_val_fx", lambda *_: check.put_back())

@@ -31,6 +31,11 @@ class Place(NamedTuple):
     begins: bool
     used: int | None
 
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether a run goes on with a whole epoch from here."""
+        return self.over or self.begins
+
 
 # What the counters of a checkpoint, or of a run that is saved, say
 
@@ -149,15 +154,15 @@ def forget_step(fit: dict[str, Any]) -> None:
 # The counters of the loops, once Lightning has read them
 
 
-def correct_loops(loop: Any, *, is_whole: bool, is_step_counted: bool) -> None:
+def correct_loops(loop: Any, *, is_between_epochs: bool, is_step_counted: bool) -> None:
     """Correct what the loops made of the counters.
 
     Args:
         loop: The fit loop.
-        is_whole: Whether the run goes on with a whole epoch.
+        is_between_epochs: Whether the run goes on with a whole epoch.
         is_step_counted: Whether the latest step was counted as logged; it is counted behind its validation.
     """
-    if is_whole:
+    if is_between_epochs:
         # With max_steps Lightning takes every checkpoint for one within an epoch.
         loop._restarting = False
         loop._resuming_from_checkpoint = False

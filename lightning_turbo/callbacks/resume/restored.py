@@ -130,7 +130,7 @@ def restored_from(trainer: Any, checkpoint: dict[str, Any]) -> Restored:
     if validation.due:
         counters.begin_validation_again(fit)
         place = place._replace(over=False)
-    if place.over or place.begins:
+    if place.is_between_epochs:
         counters.complete_epoch(fit, counted=bool(first.counted))
     else:
         counters.reopen_epoch(fit)
