@@ -183,8 +183,10 @@ class IndexEpochs(_CountedEpochs):
         used = position.consumed - state.batches_before if position.consumed else 0
         sampler.begin(state, used if self.skips else 0, position, None if loader._epoch is None else loader._epoch())
         source = loader._make_source() if state is _FRESH else self._open(loader, state, sampler)
-        if not self.skips:
-            run_through(source, used)
+        if used and not self.skips:
+            # The numbers for these batches were drawn before the state was taken.
+            with same_random_numbers():
+                run_through(source, used)
         if state.held:
             self._set_dataset_generators(loader, state, position)
         return Begun(source, position, put_back=sampler.put_back)

@@ -130,6 +130,7 @@ def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
         A tensor of doubles of shape ``(samples,)``: 1 divided by the number of samples of the class.
 
     Raises:
+        TypeError: If ``labels`` are neither a sequence nor a tensor with an axis.
         ValueError: If there are no labels, or a tensor of them has more than one axis.
 
     Example:
@@ -138,6 +139,7 @@ def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
     """
     if hasattr(labels, "tolist"):
         labels = labels.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    expect(isinstance(labels, Sequence), "labels", labels, "a sequence or a tensor of shape (samples,)", TypeError)
     expect(len(labels) > 0, "labels", labels, "the class of each sample")
     expect(not isinstance(labels[0], list), "labels", "more than one axis", "one class for each sample")
     counts: dict[Any, int] = {}

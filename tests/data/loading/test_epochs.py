@@ -1,17 +1,21 @@
 """Stop, save, load, go on: every sample once, in order, whatever was prefetched."""
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import seed_everything
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_turbo._random import set_shared_state, shared_state
 from lightning_turbo.data import DeviceTransfer, PrefetchLoader
 from lightning_turbo.data.loading.epoch_state import EpochState, used_states
 from lightning_turbo.errors import TurboWarning
-from tests.data.samples import Stream, saved, seeded, take, values
+from tests.data.samples import Rows, Stream, saved, seeded, take, values
 
 # torchdata calls a function of torch that is on its way out.
 pytestmark = [
@@ -164,6 +168,30 @@ def test_classes_that_iterate_in_their_own_way(cls, used, settings):
     rest = values(iterator)
     assert len(rest) == (14 if cls is Repeats else 7) - used
     assert values(going_on(make, state)) == rest
+
+
+def noisy(index):
+    return torch.tensor([float(index), torch.rand(()).item(), random.random(), float(np.random.rand())])
+
+
+@pytest.mark.filterwarnings("ignore::lightning_turbo.errors.NoEffectWarning")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_that_are_run_through_draw_nothing_from_the_process_wide_generators(shuffle):
+    """A loop has put these back already when it calls iter()."""
+
+    def make():
+        return PrefetchLoader.of(Repeats(Rows(12, noisy), 2, shuffle=shuffle))
+
+    seed_everything(0, verbose=False)
+    loader = make()
+    iterator = iter(loader)
+    take(iterator, 5)
+    state = saved(loader.state_dict())
+    generators = shared_state()
+    rest = values(iterator)
+    other = going_on(make, state)
+    set_shared_state(generators)
+    assert values(other) == rest
 
 
 class Shards(IterableDataset):

@@ -101,6 +101,8 @@ def test_bad_arguments_are_named(settings, message):
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: balanced_weights([]), "labels: expected the class of each sample"),
+    (lambda: balanced_weights({0, 1}), "labels: expected a sequence or a tensor"),
+    (lambda: balanced_weights(torch.tensor(3)), "labels: expected a sequence or a tensor"),
     (lambda: balanced_weights(torch.zeros(2, 2)), "labels: expected one class for each sample"),
     (lambda: mixture_weights(range(3), [1]), "dataset: expected a torch.utils.data.ConcatDataset"),
     (lambda: mixture_weights(ConcatDataset([range(3)]), [1, 2]), "shares: expected 1 numbers, one for each part"),
