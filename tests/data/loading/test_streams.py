@@ -142,49 +142,55 @@ def test_a_loader_with_an_iter_of_its_own_leaves_out_whole_batches_and_says_so()
 
 
 class Fails(Placed):
-    """Draws when it is opened, and cannot be opened for its second pass at once."""
+    """Draws when it is opened, and cannot be opened for some of the passes after the first."""
 
-    opened = 0
+    def __init__(self, failures):
+        super().__init__()
+        self.failures, self.opened = failures, 0
 
     def __iter__(self):
         torch.rand(1)
         self.opened += 1
-        if self.opened == 2:
+        if 1 < self.opened <= 1 + self.failures:
             raise OSError("not there")
         return super().__iter__()
 
 
 class FailsToSample(Sampler):
-    """Raises an error when it is asked for its second order at once."""
+    """Raises an error when it is asked for some of the orders after the first."""
 
-    asked = 0
+    def __init__(self, failures):
+        self.failures, self.asked = failures, 0
 
     def __len__(self):
         return 20
 
     def __iter__(self):
         self.asked += 1
-        if self.asked == 2:
+        if 1 < self.asked <= 1 + self.failures:
             raise OSError("not there")
         return iter(torch.randperm(20).tolist())
 
 
-@pytest.mark.parametrize("make", [
-    lambda: PrefetchLoader(Fails(), 4), lambda: PrefetchLoader(range(20), 4, sampler=FailsToSample(), num_workers=1),
-], ids=["stream", "indices"])  # fmt: skip
+def failing_stream(failures=1):
+    return PrefetchLoader(Fails(failures), 4)
+
+
+def failing_sampler(failures=1):
+    return PrefetchLoader(range(20), 4, sampler=FailsToSample(failures), num_workers=1)
+
+
+@pytest.mark.parametrize("make", [failing_stream, failing_sampler])
 def test_a_state_after_an_iter_that_failed_is_that_of_a_loader_that_begins(make):
     """The epoch before is over, and a state of it would go on in it with the random states of the next one."""
     loader = make()
-    loader.prefetch_batches = 1
     first = take(iter(loader), 2)
     with pytest.raises(OSError, match="not there"):
         iter(loader)
     state = saved(loader.state_dict())
     assert (state["consumed"], state["order"]) == (0, None)
     rng = torch.get_rng_state()
-    other = make()
-    other.dataset.opened = 2
-    other.sampler.asked = 2
+    other = make(failures=0)
     other.load_state_dict(state)
     every = []
     for each in (loader, other):
