@@ -236,7 +236,7 @@ def confirmed(results: Mapping[str, Any]) -> str:
     epochs = results.get("epochs", {})
     if "promised" not in epochs:
         return epochs.get("error", "")
-    if not epochs["promised_epochs"]:
+    if not epochs.get("promised_epochs", True):  # older results are all of epochs
         return "of steps alone"
     if epochs["interval"] is None:
         return "one pair"

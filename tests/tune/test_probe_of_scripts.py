@@ -219,6 +219,19 @@ def test_the_end_of_an_endless_epoch_is_not_waited_for(monkeypatch):
     assert (found["facts"]["batches"], found["borders"]) == (None, [])
 
 
+@pytest.mark.parametrize("lengths", [(), [8]], ids=["a dataset", "a generator"])
+def test_garbage_is_collected_before_what_is_measured(lengths, monkeypatch):
+    """A full collection takes longer than some steps, and would be in the one border of some settings only."""
+    heard = "if not hasattr(self, 'hears'): import gc; self.hears = True; gc.callbacks.append(lambda phase, info: "
+    heard += "note('seen', '-full') if (phase, info['generation']) == ('stop', 2) else None)"
+    steps = "note('seen', f' {self.current_epoch}.{batch_idx}')"
+    run(monkeypatch, lengths=lengths, steps=3, schedule=f"(exec({heard!r}), {CONSTANT})[1]", step=steps)
+    seen = Path("seen").read_text().split()
+    assert seen[0].startswith("-full"), "before the first step"
+    assert any(each.startswith("0.4-full") for each in seen), "after two steps of the lead and three of the round"
+    assert seen[-1] == "1.0"
+
+
 TRIPS = {
     "a checkpoint": {
         "arguments": '"callbacks": [ModelCheckpoint("ck")]',
