@@ -1,6 +1,7 @@
 """What a script reads of its Trainer is its own while it is measured; what is muted is told if it trips over it."""
 
 import dataclasses
+import gc
 import sys
 import textwrap
 from pathlib import Path
@@ -225,7 +226,11 @@ def test_garbage_is_collected_before_what_is_measured(lengths, monkeypatch):
     heard = "if not hasattr(self, 'hears'): import gc; self.hears = True; gc.callbacks.append(lambda phase, info: "
     heard += "note('seen', '-full') if (phase, info['generation']) == ('stop', 2) else None)"
     steps = "note('seen', f' {self.current_epoch}.{batch_idx}')"
-    run(monkeypatch, lengths=lengths, steps=3, schedule=f"(exec({heard!r}), {CONSTANT})[1]", step=steps)
+    before = list(gc.callbacks)
+    try:
+        run(monkeypatch, lengths=lengths, steps=3, schedule=f"(exec({heard!r}), {CONSTANT})[1]", step=steps)
+    finally:
+        gc.callbacks[:] = before
     seen = Path("seen").read_text().split()
     assert seen[0].startswith("-full"), "before the first step"
     assert any(each.startswith("0.4-full") for each in seen), "after two steps of the lead and three of the round"
