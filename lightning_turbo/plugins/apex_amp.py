@@ -60,7 +60,7 @@ class ApexAMP(Precision):
     Raises:
         AmpUsageError: If the level or an override is refused (a ``ValueError`` and a ``RuntimeError``).
         TypeError: If a dtype is none, or ``scaler`` no ``ApexGradScaler``.
-        NonFiniteError: If steps are skipped all the time, after 100 or so; it names the first module with inf or NaN.
+        NonFiniteError: If about 125 steps in a row are skipped; it names the first module with inf or NaN.
         LightningMismatchError: If the program uses the other import name of Lightning.
 
     Note:

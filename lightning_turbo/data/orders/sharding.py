@@ -189,7 +189,7 @@ class Sharding(NamedTuple):
         if len(both) > 1 and not both <= _LIGHTNINGS:
             refuse("sampler", order.sampler, here.sampler)
         if order.digest != here.digest:
-            refuse("digest of the sampler's weights or lengths", order.digest, here.digest)
+            refuse("The sampler's weights or lengths, as a digest", order.digest, here.digest)
         self._check_length(order)
         # On several ranks Lightning takes a DistributedSampler, which shuffles. The order that began goes on.
         is_lightnings = len(both) == 2 and "DistributedSampler" in both
