@@ -1,24 +1,25 @@
-"""Ranks in processes of their own: forked from one that has torch and Lightning, or as torchrun starts them.
+"""Calls functions of tests in ranks: processes forked from one that has torch and Lightning, or started by torchrun.
 
-``RANK_SCRIPT``, given to torchrun with another script and its words, runs that one and leaves the ranks' group.
+What a rank does is a function of the module that tests it. For torchrun, ``rank_command`` gives the words that have
+this file call it. Warnings in ranks are ignored.
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
 
-RANK_SCRIPT = str(Path(__file__))
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -29,19 +30,13 @@ ENVIRONMENT = {
 DUMP_AFTER = 120.0  # seconds
 # The server of forks imports these once for all tests of a process; a program would import them for seconds.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_turbo", __name__])
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_turbo", "pytest", __name__])
 
 
-def run_ranks(worker, *words, ranks=2, timeout=170, **variables):
-    """Run a script to its end in one process, or in several gloo ranks; a failure shows what it said."""
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "a test"}
-    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+def run_ranks(function, *arguments, ranks=2, timeout=170, **variables):
+    """Call a function to its end in one process, or in several gloo ranks; a failure shows what they said."""
     with tempfile.NamedTemporaryFile() as said:
-        processes = []
-        for rank in range(ranks):
-            own = job | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"} if ranks > 1 else {}
-            environment = {**os.environ, **ENVIRONMENT, **own, **variables}
-            processes.append(start((worker, *words), environment, said.name))
+        processes = start_ranks(function, arguments, said.name, ranks, **variables)
         try:
             _wait_for_all(processes, time.monotonic() + timeout)
         finally:
@@ -51,11 +46,32 @@ def run_ranks(worker, *words, ranks=2, timeout=170, **variables):
         assert not any(codes), f"ended with {codes}: {said.read().decode()[-3000:]}"
 
 
-def start(words, environment, output):
-    """Start a script with its words in a process of its own, whose output is appended to a file; ``end`` ends it."""
-    process = FORKS.Process(target=_program, args=([*map(str, words)], environment, output))
+def start_ranks(function, arguments, output, ranks=2, **variables):
+    """Start ranks that call a function, and return their processes."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "a test"}
+    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    own = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+    return [start(function, arguments, output, **each, **variables) for each in own]
+
+
+def start(function, arguments, output, **variables):
+    """Call a function in a process of its own, whose output is appended to a file; ``end`` ends it.
+
+    Args:
+        function: One of a module, which the process imports when it has its environment.
+        arguments: Its arguments; they are pickled.
+        output: The path of that file.
+        **variables: Of the process's environment, beside this one's.
+    """
+    environment = {**os.environ, **ENVIRONMENT, **variables}
+    process = FORKS.Process(target=_program, args=(_name(function), arguments, environment, output))
     process.start()
     return process
+
+
+def rank_command(function, *words):
+    """Return the words with which torchrun starts ranks that call a function with strings."""
+    return [__file__, _name(function), *map(str, words)]
 
 
 def end(process):
@@ -67,20 +83,22 @@ def end(process):
     process.join()
 
 
-def _program(argv, environment, output):
+def _name(function):
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _program(name, arguments, environment, output):
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # the default, for what the script starts; a fork has its server's
+    # The default, for what the function starts; a fork has its server's.
+    multiprocessing.set_start_method(None, force=True)
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.argv[:] = [__file__, name]
     faulthandler.dump_traceback_later(DUMP_AFTER)
-    torch.set_num_threads(1)
-    sys.argv[:] = [RANK_SCRIPT, *argv]
-    main() if "RANK" in environment else _run_script()
+    _call(name, arguments)
 
 
 def _wait_for_all(processes, deadline):
@@ -99,18 +117,18 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def _run_script():
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def main():
-    _run_script()
-    # A thread of gloo may hold the last tensor still. If it lets go of it when Python has ended, the process aborts.
-    # With torch 2.6, destroying the group waits for that thread and holds the GIL that it needs; a barrier does not.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def _call(name, arguments):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    module, function = name.split(":")
+    getattr(importlib.import_module(module), function)(*arguments)
+    if torch.distributed.is_initialized():
+        # A thread of gloo may hold the last tensor still. If it lets go of it when Python has ended, the process
+        # aborts. With torch 2.6, destroying the group waits for that thread and holds the GIL that it needs; a barrier
+        # does not.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    _call(sys.argv[1], sys.argv[2:])

@@ -14,20 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_turbo import AtomicCheckpointIO, ExactResume, Preemption, PrefetchLoader
+from lightning_turbo import AtomicCheckpointIO, ExactResume, Preemption, PrefetchLoader, TurboDDPStrategy
 from lightning_turbo.callbacks import preemption
-from tests.callbacks.preemption_worker import STEPS
 from tests.integration.noting import Noting, Numbers
 from tests.integration.resuming import assert_same
-from tests.ranks import ENVIRONMENT, RANK_SCRIPT, end, free_port, start
+from tests.ranks import end, rank_command, start, start_ranks
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-WORKER = Path(__file__).with_name("preemption_worker.py")
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You defined a `validation_step`")
 
 
@@ -202,21 +200,68 @@ def test_impossible_values_are_refused(arguments, error, message):
 # Two ranks.
 
 
-def live(folder, *words, torchrun=False):
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+SAMPLES = TensorDataset(torch.randn(240, 4, generator=torch.Generator().manual_seed(0)), torch.arange(240))
+STEPS = 2 * 240 // 2 // 4 // 2  # epochs, ranks, batch size, window
+
+
+class Net(LightningModule):
+    """Draws random numbers, and writes down which samples it saw."""
+
+    def __init__(self, folder):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.folder = folder
+
+    def training_step(self, batch, index):
+        time.sleep(0.005)
+        with open(self.folder / f"seen.{RANK}", "a") as file:
+            print(self.trainer.global_step, *batch[1].tolist(), file=file)
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, index):
+        time.sleep(0.01)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class KilledInTheWrite(AtomicCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if Path(path).name == "preempted.ckpt":
+            sync = os.fsync
+            os.fsync = lambda file: (sync(file), os.kill(os.getpid(), signal.SIGKILL))
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def train(folder, kill=False):
+    """A rank that trains until it is told to end, and goes on from where it ended.
+
+    With ``kill``, rank 0 kills itself while it writes ``preempted.ckpt``.
+    """
+    folder = Path(folder)
+    save = ModelCheckpoint(folder / "saves", "{step}", every_n_train_steps=8, save_top_k=1, monitor="step", mode="max")
+    io = KilledInTheWrite() if kill and RANK == 0 else AtomicCheckpointIO()
+    trainer = quiet_trainer(
+        devices=RANKS, strategy=TurboDDPStrategy(checkpoint_io=io), max_epochs=2, accumulate_grad_batches=2,
+        enable_checkpointing=True, callbacks=[save, Preemption()], val_check_interval=12, num_sanity_val_steps=0,
+        default_root_dir=folder,
+    )  # fmt: skip
+    path = Preemption.resume_path(folder)
+    model = Net(folder)
+    torch.manual_seed(RANK)
+    data = PrefetchLoader(SAMPLES, batch_size=4, shuffle=True, num_workers=1)
+    trainer.fit(model, data, DataLoader(SAMPLES, 120), ckpt_path=path, weights_only=False)
+    torch.save(model.state_dict(), folder / f"end.{RANK}")
+
+
+def live(folder, *kill, torchrun=False):
     """Start two ranks, and return their processes."""
     if torchrun:
-        launch = [torch.distributed.run.__file__, "--standalone", "--nproc-per-node", "2", RANK_SCRIPT, WORKER]
-        return [start([*launch, folder, *words], {**os.environ, **ENVIRONMENT}, folder / "output")]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "a test"}
-    job |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    return [
-        start(
-            [WORKER, folder, *words],
-            {**os.environ, **ENVIRONMENT, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            folder / "output",
-        )
-        for rank in range(2)
-    ]
+        command = ["--standalone", "--nproc-per-node", "2", *rank_command(train, folder)]
+        return [start(torch.distributed.run.main, [command], folder / "output")]
+    return start_ranks(train, [folder, *kill], folder / "output")
 
 
 def seen(folder):
@@ -322,7 +367,7 @@ def test_signals_at_thirty_random_moments_lose_nothing(seed, undisturbed, tmp_pa
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_kill_in_the_write_leaves_the_checkpoint_before(undisturbed, tmp_path):
-    processes = live(tmp_path, "kill")
+    processes = live(tmp_path, True)
     wait_for(lambda: len(seen(tmp_path)[1]) > 40, processes)
     os.kill(processes[1].pid, signal.SIGTERM)
     processes[0].join(120)

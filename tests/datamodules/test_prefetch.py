@@ -1,7 +1,9 @@
 """Prefetch and PrefetchDataModule under a real Trainer: the same training, and nothing left behind."""
 
 import contextlib
+import copy
 import functools
+import gc
 import itertools
 import pickle
 import sqlite3
@@ -16,7 +18,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from lightning_turbo import ExactResume, Normalize, Prefetch, PrefetchDataModule, PrefetchLoader, tune_workers
 from lightning_turbo.callbacks import prefetch
@@ -24,7 +26,7 @@ from lightning_turbo.data.loading.tune_workers import WorkerTuning
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, Stream
 from tests.integration.noting import Noting, Numbers, fit, gives
-from tests.leftovers import nothing_is_left
+from tests.leftovers import nothing_is_left, wait_until
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
@@ -588,3 +590,75 @@ def test_a_number_of_workers_that_one_stream_keeps_is_given_to_no_other(monkeypa
     with pytest.warns(NoEffectWarning, match="leaves a loader of val_dataloader as it is, with num_workers=1"):
         trainer.fit(Blind(), datamodule=Both())
     assert [each.num_workers for each in trainer.val_dataloaders] == [1, 0]
+
+
+class Drawing(Numbers):
+    """Draws while it loads."""
+
+    def __getitem__(self, index):
+        row, number = super().__getitem__(index)
+        return row + torch.rand(()), number
+
+
+BROKEN_OFF = {
+    "shuffled": lambda own, workers: DataLoader(Numbers(22), 4, shuffle=True, generator=own, **workers),
+    "lazy": lambda own, workers: DataLoader(
+        Numbers(22), 4, sampler=RandomSampler(Numbers(22), True, 200, own), **workers
+    ),
+    "drawing": lambda own, workers: DataLoader(Drawing(40) if workers else Numbers(40), 4, generator=own, **workers),
+}
+
+
+STAYING = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
+@pytest.mark.parametrize(("loader", "workers"), [
+    ("shuffled", {}), ("lazy", {}), ("drawing", {}), ("drawing", STAYING),
+    pytest.param("shuffled", STAYING, marks=pytest.mark.slow), pytest.param("lazy", STAYING, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_epochs_that_are_broken_off(loader, workers):
+    loader = BROKEN_OFF[loader]
+
+    def run(base, pause):
+        class Data(base):
+            def __init__(self):
+                super().__init__()
+                self.own = [torch.Generator().manual_seed(seed) for seed in range(2)]
+
+            def train_dataloader(self):
+                return loader(self.own[0], workers)
+
+            def val_dataloader(self):
+                return [loader(self.own[1], workers), DataLoader(Numbers(6))]
+
+        class Pauses(Noting):
+            def on_before_zero_grad(self, optimizer):
+                time.sleep(pause)
+
+            def on_validation_batch_end(self, *_):
+                time.sleep(pause)
+
+        limits = {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 1}
+        model = fit(Data(), model=Pauses, max_epochs=3, **limits)
+        return model.seen, model.losses, model.others, torch.rand(())
+
+    want = run(LightningDataModule, 0.0)
+    assert run(PrefetchDataModule, 0.0) == want
+    assert run(PrefetchDataModule, 0.02) == want
+
+
+def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
+    data = gives(DataLoader(Numbers(64), 4))
+    fit(data, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    loader = data.trainer.train_dataloader
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(2)]
+    wait_until(iterator.ready)
+    assert len(first + list(iterator)) == 16
+    for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert len(list(copied)) == 16
+    data.trainer = None
+    del data
+    gc.collect()
+    assert len(list(loader)) == 16

@@ -1,9 +1,7 @@
-"""Runs of two ranks, one of which is slow, or none: ``doctor_ranks_worker.py FOLDER CASE...``."""
+"""Runs of two ranks, one of which is slow, or none."""
 
 import os
-import sys
 import time
-from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -14,7 +12,7 @@ from lightning_turbo import Doctor
 from lightning_turbo.doctor import callback
 from tests.trainers import quiet_trainer
 
-SLOW = os.environ["RANK"] == "1"
+SLOW = os.environ.get("RANK") == "1"
 MORE, LATE = 0.04, 2.5  # seconds
 
 
@@ -65,10 +63,11 @@ class Model(LightningModule):
 
 
 def main(folder, *cases):
+    """Fit once for each case, with a report in the folder."""
     if cases == ("alone",):
         callback.PATIENCE = 0.5
     for number, case in enumerate(cases):
-        doctor = Doctor(warmup=2, watched=0, json=Path(folder) / f"{number}.json")
+        doctor = Doctor(warmup=2, watched=0, json=folder / f"{number}.json")
         trainer = quiet_trainer(
             devices=2,
             strategy="ddp" if case == "validation" else "turbo_ddp",
@@ -80,7 +79,3 @@ def main(folder, *cases):
         time.sleep(LATE if SLOW and case == "start" else 0)
         trainer.fit(model, data)
         assert (doctor.report is None) == SLOW
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

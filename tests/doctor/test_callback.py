@@ -10,7 +10,6 @@ import sys
 import time
 import warnings
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import lightning_turbo
 from lightning_turbo import ApexAMP, Doctor, PrefetchDataModule
 from lightning_turbo.doctor.report import as_text
+from tests.doctor import doctor_ranks_worker
 from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, images, rules, trained, trainer
 from tests.ranks import run_ranks
 
@@ -301,12 +301,9 @@ def test_recompilations_and_graph_breaks_are_counted():
 # Several ranks
 
 
-RANKS = str(Path(__file__).parent / "doctor_ranks_worker.py")
-
-
 def found_on_ranks(folder, *cases):
     """Run the cases on two ranks, and return the findings on ranks in the first one's reports."""
-    run_ranks(RANKS, folder, *cases, timeout=400)
+    run_ranks(doctor_ranks_worker.main, folder, *cases, timeout=400)
     reports = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(cases))]
     assert all(len(report["ranks"]) == 2 and report["notes"] == [] for report in reports)
     return [[f for f in report["findings"] if f["rule"] == "slow-rank"] for report in reports]
@@ -347,7 +344,7 @@ def test_a_slow_rank_is_named_in_ten_of_ten_runs_and_none_without(tmp_path):
 
 @pytest.mark.distributed
 def test_a_rank_without_a_doctor_is_a_note_and_nobody_waits_for_it(tmp_path):
-    run_ranks(RANKS, tmp_path, "alone")
+    run_ranks(doctor_ranks_worker.main, tmp_path, "alone")
     (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert report["notes"] == ["ranks 1 reported nothing: who waits for whom is not known"]
 

@@ -1,25 +1,20 @@
-"""Two gloo ranks: shards, lengths and resuming under a Trainer with DDP. As a script, one of the ranks."""
+"""Two gloo ranks: shards, lengths and resuming under a Trainer with DDP."""
 
 import os
-import sys
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.dali_samples import make_photos
+from tests.datamodules.test_dali import Save, fit
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 COUNT = 27  # no multiple of two ranks
 
 
-def main(photos, folder):
+def fit_twice(photos, folder):
     """Fit with DDP, keep a checkpoint of mid-epoch, and fit again from it."""
-    from tests.datamodules.test_dali import Save, fit
-
-    warnings.simplefilter("ignore")
     for name, more in (("whole", {"callbacks": [Save(folder / "kept", 6)]}), ("rest", {"ckpt_path": folder / "kept"})):
         model, trainer, _ = fit(photos, devices=2, strategy="ddp", max_epochs=3, **more)
         weights = model.layer.weight.detach().clone()
@@ -32,7 +27,7 @@ def numbers(runs, part, epoch, start=0):
 
 
 def test_under_ddp_every_epoch_covers_the_data_and_a_resumed_run_equals_the_whole_one(tmp_path):
-    run_ranks(__file__, make_photos(tmp_path / "photos", per_class=COUNT // 3), tmp_path)
+    run_ranks(fit_twice, make_photos(tmp_path / "photos", per_class=COUNT // 3), tmp_path)
     whole, rest = ([torch.load(tmp_path / f"{name}.{rank}") for rank in (0, 1)] for name in ("whole", "rest"))
     assert [run["steps"] for run in whole] == [12, 12]
     for epoch in range(3):
@@ -42,7 +37,3 @@ def test_under_ddp_every_epoch_covers_the_data_and_a_resumed_run_equals_the_whol
     for run, resumed in zip(whole, rest, strict=True):
         assert resumed["train"] == run["train"][6:]
         assert torch.equal(resumed["weights"], run["weights"])
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))

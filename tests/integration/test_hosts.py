@@ -8,17 +8,86 @@ import warnings
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.integration import hosts_worker
-from tests.integration.hosts_worker import EPOCHS, JOINT, LEVELS, SAMPLES
-from tests.ranks import ENVIRONMENT, RANK_SCRIPT
+from lightning_turbo import ApexAMP, AtomicCheckpointIO
+from lightning_turbo.data.loading import thread_policy
+from tests.integration.noting import gives
+from tests.ranks import ENVIRONMENT, rank_command
+from tests.trainers import quiet_trainer
 
-WORKER = Path(__file__).with_name("hosts_worker.py")
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
 WIRED = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "wire"}
+LEVELS = ("O0", "O2")
+EPOCHS, SAMPLES, JOINT = 2, 64, 8
 pytestmark = pytest.mark.distributed
+
+
+def samples(ranks):
+    """Samples in an order of chance that depends on the epoch alone; Lightning gives each rank its share."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+    data = TensorDataset(x, y, torch.arange(SAMPLES))
+    order = {"shuffle": True} if ranks > 1 else {"sampler": DistributedSampler(data, 1, 0, seed=0)}
+    return gives(DataLoader(data, JOINT // ranks, **order), prefetch_batches=2)
+
+
+class Net(pl.LightningModule):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+        self.seen = []
+
+    def training_step(self, batch, index):
+        x, y, numbers = batch
+        self.seen += [(self.current_epoch, number) for number in numbers.tolist()]
+        loss = nn.functional.cross_entropy(self.net(x).float(), y)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(y))
+        self.log("samples", float(len(y)), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Telling(AtomicCheckpointIO):
+    """Counts the files that this rank writes."""
+
+    written = 0
+
+    def save_checkpoint(self, *args, **kwargs):
+        super().save_checkpoint(*args, **kwargs)
+        self.written += 1
+
+
+def train(folder):
+    """Train at every level and save what this rank has seen and ended with."""
+    folder = Path(folder)
+    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, fast as it is
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    for level in LEVELS:
+        model, io = Net(seed=rank), Telling()  # ranks begin with different weights: DDP has to make them rank 0's
+        saves = ModelCheckpoint(folder / f"{level}.{ranks}", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        trainer = quiet_trainer(
+            devices=ranks // nodes, num_nodes=nodes, strategy="turbo_ddp" if ranks > 1 else "auto", max_epochs=EPOCHS,
+            callbacks=[saves], plugins=[ApexAMP(level, dtype=torch.bfloat16), io], enable_checkpointing=True,
+        )  # fmt: skip
+        trainer.fit(model, samples(ranks))
+        end = {
+            "module": {name: value.clone() for name, value in model.state_dict().items()},
+            "seen": model.seen,
+            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "written": io.written,
+            "host": os.environ.get("GROUP_RANK"),
+        }
+        torch.save(end, folder / f"{level}.{ranks}.{rank}.end")
 
 
 def ip(*words):
@@ -62,7 +131,7 @@ def torchrun(folder, *words):
                 "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host],
             ]  # fmt: skip
             job = subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, *launch, *map(str, words)],
+                ["ip", "netns", "exec", name, sys.executable, *launch, *words],
                 stdout=running.enter_context(open(folder / f"output.{host}", "wb")), stderr=subprocess.STDOUT,
                 env={**os.environ, **WIRED}, start_new_session=True,
             )  # fmt: skip
@@ -86,11 +155,11 @@ def end(job):
 
 
 @pytest.mark.slow
-def test_four_ranks_on_two_hosts_equal_one_process_on_the_joint_batch(tmp_path):
-    torchrun(tmp_path, RANK_SCRIPT, WORKER, tmp_path)
+def test_four_ranks_on_two_hosts_equal_one_process_on_the_joint_batch(tmp_path, every_loader_has_a_thread):
+    torchrun(tmp_path, *rank_command(train, tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hosts_worker.run(tmp_path)
+        train(tmp_path)
     for level in LEVELS:
         joint = torch.load(tmp_path / f"{level}.1.0.end", weights_only=True)
         ranks = [torch.load(tmp_path / f"{level}.4.{rank}.end", weights_only=True) for rank in range(4)]

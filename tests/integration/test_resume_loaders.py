@@ -3,12 +3,14 @@
 import functools
 import multiprocessing
 import random
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
@@ -19,7 +21,7 @@ from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader, See
 from lightning_turbo.data.loading.loader import prefetching
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, Stream, seeded
-from tests.integration.noting import EACH_STRATEGY, Save, fit, gives, matrix
+from tests.integration.noting import EACH_STRATEGY, Numbers, Save, fit, gives, matrix
 from tests.trainers import quiet_trainer
 from tests.versions import BEGINS_ONCE, unpickling
 
@@ -32,8 +34,7 @@ pytestmark = [
     # seen its end.
     pytest.mark.filterwarnings("ignore:An epoch of the stream:lightning_turbo.errors.TurboWarning"),
 ]
-
-
+NO_VALIDATION = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 STRATEGIES = ["auto", "turbo"]
 
 
@@ -412,7 +413,7 @@ class AugmentedOfALength(Augmented):
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning")
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@NO_VALIDATION
 @pytest.mark.parametrize("batches", [1, 3, 6, 8])
 @pytest.mark.parametrize("stream", [Augmented, AugmentedOfALength])
 def test_a_stream_that_draws_goes_on_with_the_same_samples_and_numbers(stream, batches, tmp_path):
@@ -536,3 +537,94 @@ def test_batches_of_a_pass_that_ended_within_a_step_are_said_to_be_left_out(name
 
     with pytest.warns(TurboWarning, match="the last 1 of its pass before are left out"):
         stop_and_go_on()
+
+
+# Checkpoints of a validation, and loaders that are made anew.
+
+
+def test_the_best_checkpoint_of_a_validation_goes_on_with_the_next_epoch(tmp_path):
+    class Data(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(Numbers(8), 2, shuffle=True, generator=torch.Generator().manual_seed(0))
+
+        def val_dataloader(self):
+            return DataLoader(Numbers(4), 2)
+
+    def run(folder, path=None):
+        best = ModelCheckpoint(folder, monitor="val", save_top_k=-1, filename="{step}")
+        settings = {"max_epochs": 3, "val_check_interval": 0.5, "enable_checkpointing": True}
+        return fit(Data(), best, ckpt_path=path, **settings)
+
+    whole = run(tmp_path / "runs")
+    path = (tmp_path / "runs" / "step=4.ckpt").rename(tmp_path / "epoch.ckpt")
+    shutil.rmtree(tmp_path / "runs")
+    assert run(tmp_path / "runs", path).seen == whole.seen[4:]
+
+
+@NO_VALIDATION
+@pytest.mark.parametrize("every", [1, 2])
+@EACH_STRATEGY
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_loaders_that_are_made_anew_reset_epochs(every, hook, strategy, tmp_path):
+    class Anew(PrefetchDataModule):
+        def train_dataloader(self):
+            own = torch.Generator().manual_seed(0)
+            return DataLoader(Numbers(8), 2, sampler=RandomSampler(range(8), generator=own))
+
+    path = tmp_path / "one.ckpt"
+    settings = {"max_epochs": 3, "strategy": strategy, "reload_dataloaders_every_n_epochs": every}
+    whole = fit(Anew(), Save(path, 4, hook), **settings)
+    rest = fit(Anew(), ckpt_path=path, **settings)
+    assert rest.seen[:4] == whole.seen[4:8]
+    assert (whole.seen[:4] == whole.seen[4:8]) == (every == 1)
+
+
+@NO_VALIDATION
+@pytest.mark.parametrize(("batches", "hook", "workers", "every", "strategy"), [
+    pytest.param(*stop, *way, marks=[pytest.mark.slow] * (way[0] and stop[0] != 6))
+    for stop in (
+        (4, "on_train_batch_end"), (4, "on_train_epoch_end"), (6, "on_train_batch_end"), (8, "on_train_epoch_end"),
+    )
+    for way in ((0, 1, "auto"), (1, 1, "turbo"), (0, 2, "turbo"))
+])  # fmt: skip
+def test_loaders_that_are_made_anew_with_the_generator_of_the_old_ones_go_on_with_it(
+    batches, hook, workers, every, strategy, tmp_path
+):
+    class Keeps(PrefetchDataModule):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.Generator().manual_seed(0)
+
+        def train_dataloader(self):
+            return DataLoader(Numbers(8), 2, shuffle=True, generator=self.own, num_workers=workers)
+
+    path = tmp_path / "one.ckpt"
+    settings = {"max_epochs": 4, "strategy": strategy, "reload_dataloaders_every_n_epochs": every}
+    whole = fit(Keeps(), Save(path, batches, hook), **settings)
+    assert fit(Keeps(), ckpt_path=path, **settings).seen == whole.seen[batches:]
+
+
+@pytest.mark.parametrize(("epoch", "validates"), [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3)])
+def test_loaders_of_the_validation_are_made_anew_in_the_same_epochs(epoch, validates, tmp_path):
+    class Anew(PrefetchDataModule):
+        def __init__(self):
+            super().__init__()
+            self.asked = []
+
+        def train_dataloader(self):
+            return DataLoader(Numbers(4), 2)
+
+        def val_dataloader(self):
+            self.asked.append(self.trainer.current_epoch)
+            return DataLoader(Numbers(4), 2)
+
+    path, asked = tmp_path / "c", []
+    for ckpt in (None, path):
+        data = Anew()
+        saves = [] if ckpt else [Save(path, 2 * epoch, "on_train_epoch_end")]
+        fit(
+            data, *saves, ckpt_path=ckpt, strategy="turbo", max_epochs=8, reload_dataloaders_every_n_epochs=2,
+            check_val_every_n_epoch=validates, num_sanity_val_steps=0,
+        )  # fmt: skip
+        asked.append([each for each in data.asked if each > epoch])
+    assert asked[0] == asked[1] != []

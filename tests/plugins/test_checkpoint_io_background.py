@@ -11,14 +11,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_turbo import AtomicCheckpointIO
+from lightning_turbo import AtomicCheckpointIO, ExactResume
 from tests.integration.noting import Noting, Numbers, gives
 from tests.integration.resuming import assert_same
-from tests.ranks import ENVIRONMENT, end, start
+from tests.ranks import end, start
 from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-WORKER = Path(__file__).with_name("saving_worker.py")
 
 
 def train(folder, background, callbacks=(), **settings):
@@ -96,9 +95,42 @@ def test_a_disk_that_is_full_at_the_end_is_told_by_fit(tmp_path, monkeypatch):
     assert torch.load(tmp_path / "epochs" / "epoch=1.ckpt")["global_step"] == 12
 
 
+class Counting(torch.optim.SGD):
+    def step(self, closure):
+        loss = super().step(closure)
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight].setdefault("steps", torch.zeros(2**16)).add_(1)
+        return loss
+
+
+class Counts(pl.LightningModule):
+    """Every weight and buffer, and all of the optimizer's state, grows by 1 a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(2**18) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(2**18))
+
+    def training_step(self, batch, index):
+        self.seen += 1
+        return -sum(weight.sum() for weight in self.weights)
+
+    def configure_optimizers(self):
+        return Counting(self.parameters(), lr=1.0)
+
+
+def train_for_ever(folder):
+    """A run in which all tensors of a step hold its number, saved in the background at every step."""
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, enable_version_counter=False)
+    quiet_trainer(
+        enable_checkpointing=True, callbacks=[saves, ExactResume()], plugins=[AtomicCheckpointIO(background=True)],
+        max_epochs=1,
+    ).fit(Counts(), DataLoader(range(100_000)))  # fmt: skip
+
+
 def killed_at(folder, moment):
     """Start a run, kill it so many seconds after its first file, and return the steps of the files that are there."""
-    job = start([WORKER, folder], {**os.environ, **ENVIRONMENT}, f"{folder}.log")
+    job = start(train_for_ever, [folder], f"{folder}.log")
     deadline = time.monotonic() + 60
     try:
         while not list(folder.glob("*.ckpt")) and time.monotonic() < deadline and job.is_alive():

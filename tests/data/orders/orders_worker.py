@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -91,7 +90,6 @@ class Data(LightningDataModule):
 
 
 def main(folder):
-    warnings.simplefilter("ignore")
     found = {}
     for strategy, order, where in CASES:
         trainer = Trainer(
@@ -105,7 +103,3 @@ def main(folder):
         found[f"{strategy}, {order}, {where}"] = model.seen
     found["own"] = own_batches_are_told()
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

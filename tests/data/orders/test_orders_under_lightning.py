@@ -1,18 +1,17 @@
 """Lightning neither replaces nor wraps these orders wrongly: two gloo ranks see what the samplers say."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from lightning_turbo import LengthBatchSampler, WeightedSampler
-from tests.data.orders.orders_worker import CASES, LENGTHS
+from tests.data.orders.orders_worker import CASES, LENGTHS, main
 from tests.ranks import run_ranks
 
 
 @pytest.mark.distributed
 def test_two_ranks_are_given_what_the_orders_say(tmp_path):
-    run_ranks(Path(__file__).with_name("orders_worker.py"), tmp_path)
+    run_ranks(main, tmp_path)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     told, _ = (found.pop("own") for found in ranks)
     assert len(told) == 1, "Lightning made a user's own batch sampler again, which rank 0 says once"

@@ -1,4 +1,4 @@
-"""Stop, save, load, go on equals never having stopped, with random numbers in the step and in the order too."""
+"""The steps of a run that goes on are those of one that never stopped: random numbers, schedules, counters, windows."""
 
 import contextlib
 import functools
@@ -8,14 +8,21 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader
+from lightning_turbo import ApexAMP, ExactAccumulation, ExactResume, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.callbacks.exact_resume import KEY
+from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, seeded
 from tests.integration.noting import EACH_STRATEGY, Save, matrix
+from tests.integration.resuming import ALL, check_resumed, run_all
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
@@ -434,3 +441,122 @@ def test_worker_processes_that_stay_have_their_seed_already(batches, tmp_path):
     path = tmp_path / "at.ckpt"
     whole = run(Save(path, batches, "on_train_batch_end"))
     assert run(ckpt=path) == whole[batches:]
+
+
+# Levels and optimizers, bit for bit.
+
+QUICK = ["O0-sgd-bfloat16", "O1-adamw_fused-float16", "O2-adam-bfloat16", "O2-sgd-float16", "O3-adamw-bfloat16"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in ALL]
+)
+def test_another_trainer_resumes_bit_for_bit(case, tmp_path):
+    check_resumed(case, run_all(case, tmp_path))
+
+
+# A checkpoint in the middle of an accumulation window holds no gradients of it, and the run that goes on says so.
+
+
+class Halving(pl.LightningModule):
+    """A batch may have an infinite loss or none; the rate is halved at each step."""
+
+    def __init__(self, poison, empty):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+        self.poison, self.empty = poison, empty
+        self.rates = []
+
+    def training_step(self, batch, index):
+        if index in self.empty:
+            return None
+        loss = self.net(batch[0]).float().square().mean() * 0.02
+        return loss * torch.inf if index in self.poison else loss
+
+    def on_train_batch_end(self, *_):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fit_halving(plugin, *callbacks, ckpt=None, poison=(), empty=(), **flags):
+    module, inputs = Halving(poison, empty), torch.randn(24, 4, generator=seeded(1))
+    trainer = quiet_trainer(max_epochs=1, plugins=plugin, callbacks=list(callbacks), **flags)
+    trainer.fit(module, PrefetchLoader(TensorDataset(inputs), batch_size=4), ckpt_path=ckpt)
+    return module
+
+
+@pytest.mark.parametrize(("level", "exact"), [
+    (None, True), ("O1", True), ("O1", False), ("O2", False), ("O3", False),
+])  # fmt: skip
+def test_the_window_begins_again_with_the_batches_that_are_left(level, exact, tmp_path):
+    path, flags = tmp_path / "window.ckpt", {"accumulate_grad_batches": 4}
+    ours = [ExactAccumulation()] if exact else []
+    fit_halving(level and ApexAMP(level), *ours, Save(path, 2), **flags)
+    with pytest.warns(TurboWarning, match=r"saved after 2 of 4 batches of an accumulation window.*begins again"):
+        resumed = fit_halving(level and ApexAMP(level), *ours, ckpt=path, **flags)
+    assert all(p.isfinite().all() for p in resumed.parameters())
+    assert not torch.equal(resumed.net.weight, torch.load(path, weights_only=True)["state_dict"]["net.weight"])
+
+
+class Saves(ModelCheckpoint):
+    """Notes after how many batches it saves."""
+
+    def __init__(self, folder):
+        super().__init__(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        self.batches = []
+
+    def _save_checkpoint(self, trainer, filepath):
+        self.batches.append(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+        super()._save_checkpoint(trainer, filepath)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_goes_on_saves_as_one_that_was_not_stopped(tmp_path):
+    flags = {"accumulate_grad_batches": 2, "enable_checkpointing": True}
+    whole, rest = Saves(tmp_path / "whole"), Saves(tmp_path / "rest")
+    fit_halving(None, ExactResume(), whole, **flags)
+    assert whole.batches == [2, 4, 6]
+    fit_halving(None, ExactResume(), rest, ckpt=tmp_path / "whole" / "step=1.ckpt", **flags)
+    assert rest.batches == [4, 6]
+
+
+@pytest.mark.parametrize(("saved", "batches", "now", "said"), [(4, 2, 2, "2 of 4"), (2, 2, 4, None)])
+def test_a_window_is_counted_by_the_length_that_it_had(saved, batches, now, said, tmp_path):
+    fit_halving(None, ExactResume(), Save(tmp_path / "c", batches), accumulate_grad_batches=saved)
+    with pytest.warns(TurboWarning, match=f"saved after {said} batches") if said else contextlib.nullcontext():
+        fit_halving(ApexAMP("O1"), ExactResume(), ckpt=tmp_path / "c", accumulate_grad_batches=now)
+
+
+@pytest.mark.parametrize(("callbacks", "level"), [
+    ([ExactResume], None), ([ExactResume, ExactAccumulation], None), ([ExactResume, ExactAccumulation], "O1"),
+])  # fmt: skip
+def test_an_open_window_is_said_once(callbacks, level, tmp_path, recwarn):
+    for path in (None, tmp_path / "c"):
+        saves = [] if path else [Save(tmp_path / "c", 2)]
+        ours = [kind() for kind in callbacks] + saves
+        fit_halving(level and ApexAMP(level), *ours, ckpt=path, accumulate_grad_batches=4)
+    assert sum("2 of 4 batches of an accumulation window" in str(each.message) for each in recwarn) == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpoint_of_a_finished_step_goes_on_exactly(level, tmp_path):
+    path, settings = tmp_path / "step.ckpt", {"accumulate_grad_batches": 2, "poison": [1]}
+    whole = fit_halving(ApexAMP(level, dtype=torch.float16), Save(path, 4), **settings)
+    resumed = fit_halving(ApexAMP(level, dtype=torch.float16), ckpt=path, **settings)
+    assert torch.equal(resumed.net.weight, whole.net.weight)
+    assert resumed.rates == whole.rates[4:]
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_batch_without_a_loss_after_a_skipped_step_is_no_skipped_step(tmp_path):
+    path, settings = tmp_path / "c", {"poison": [1], "empty": [2]}
+    whole = fit_halving(ApexAMP("O2", dtype=torch.float16), Save(path, 2), **settings)
+    resumed = fit_halving(ApexAMP("O2", dtype=torch.float16), ckpt=path, **settings)
+    assert whole.rates == [0.5, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+    assert resumed.rates == whole.rates[2:]
