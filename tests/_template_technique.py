@@ -1,49 +1,97 @@
-"""A new technique's test: copy this to ``tests/optim/test_NAME.py`` or where its module stands, and replace the toy.
+"""A new technique and its tests: copy the four parts to their places, and replace the toy.
 
-It is complete as it is: ``python -m pytest tests/_template_technique.py`` runs it. Each of the five tests is one that a
-technique has to have; the toy is decoupled weight decay, a function for any loop and a callback that wires it.
+It is complete as it is: ``python -m pytest tests/_template_technique.py`` runs it. The toy is decoupled weight decay: a
+function for any loop of torch, and a callback that calls it. Each test here is one that a technique has to have.
 """
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_turbo._checks import expect
+from lightning_turbo._lightning import Callback, LightningModule, check_binding
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows
 from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-# The technique: in lightning_turbo, the function in `optim` (torch alone), the callback in `callbacks` (wires it).
+# lightning_turbo/optim/shrink.py: torch alone, for any loop.
 
 
-def shrink(parameters, factor):
-    """Multiply parameters by ``factor`` in place."""
-    if not 0 < factor <= 1:
-        raise ValueError(f"factor: expected a number above 0 and at most 1, got {factor!r}.")
+def shrink_weights(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply weights by a factor, in place.
+
+    Args:
+        parameters: The weights.
+        factor: Above 0 and at most 1.
+
+    Raises:
+        ValueError: If ``factor`` is another number.
+    """
+    expect(0 < factor <= 1, "factor", factor, "a number above 0 and at most 1")
     with torch.no_grad():
         torch._foreach_mul_(list(parameters), factor)
 
 
-class Shrink(Callback):
-    """Shrinks the weights after each optimizer step."""
+# lightning_turbo/callbacks/shrink.py: wires it. Names of Lightning come from ``_lightning``, which knows both copies.
 
-    def __init__(self, factor):
-        shrink([torch.zeros(1)], factor)  # refuses what it could not do, where it is made and not in the run
+
+class Shrink(Callback):
+    """Multiply the weights by a factor after each optimizer step.
+
+    Args:
+        factor: Above 0 and at most 1.
+
+    Raises:
+        ValueError: If ``factor`` is another number.
+
+    Warns:
+        NoEffectWarning: If ``factor`` is 1.
+    """
+
+    def __init__(self, factor: float) -> None:
+        check_binding("Shrink")
+        # What it could not do is refused where it is made, not in the run.
+        expect(0 < factor <= 1, "Shrink(factor)", factor, "a number above 0 and at most 1")
         self.factor = factor
 
-    def on_train_start(self, trainer, pl_module):
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Say so where nothing changes."""
         if self.factor == 1:
-            warnings.warn("Shrink changes nothing with factor=1. Remove it.", NoEffectWarning, stacklevel=2)
+            warnings.warn("Shrink(factor=1) changes no weight. Remove it.", NoEffectWarning, stacklevel=2)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        shrink(pl_module.parameters(), self.factor)
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Multiply the weights."""
+        shrink_weights(pl_module.parameters(), self.factor)
 
 
-# What every technique is tested for.
+# tests/optim/test_shrink.py: the function does what a naive loop does.
+
+
+def test_the_function_does_what_a_naive_loop_does():
+    parameters = [torch.randn(3, 2), torch.randn(5)]
+    expected = [parameter * 0.9 for parameter in parameters]
+    shrink_weights(parameters, 0.9)
+    assert all(torch.equal(one, two) for one, two in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("factor", [0, -1, 1.5])
+def test_impossible_factors_are_refused(factor):
+    with pytest.raises(ValueError, match=r"factor.*: expected a number above 0 and at most 1, got"):
+        shrink_weights([torch.ones(1)], factor)
+
+
+# tests/callbacks/test_shrink.py: a run with the callback, stopped and resumed too.
 
 
 def row(index):
@@ -74,13 +122,6 @@ def fit(*callbacks, path=None):
     return net
 
 
-def test_the_function_does_what_a_naive_loop_does():
-    parameters = [torch.randn(3, 2), torch.randn(5)]
-    expected = [parameter * 0.9 for parameter in parameters]
-    shrink(parameters, 0.9)
-    assert all(torch.equal(one, two) for one, two in zip(parameters, expected, strict=True))
-
-
 def test_a_trainer_with_the_callback_does_what_a_plain_loop_does():
     net = Net()
     optimizer = net.configure_optimizers()
@@ -89,7 +130,7 @@ def test_a_trainer_with_the_callback_does_what_a_plain_loop_does():
             optimizer.zero_grad()
             net.training_step(batch, 0).backward()
             optimizer.step()
-            shrink(net.parameters(), 0.9)
+            shrink_weights(net.parameters(), 0.9)
     assert torch.equal(fit(Shrink(0.9)).layer.weight, net.layer.weight)
 
 
@@ -102,10 +143,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
 
 @pytest.mark.parametrize("factor", [0, -1, 1.5])
 def test_impossible_values_are_refused(factor):
-    with pytest.raises(ValueError, match="factor: expected a number above 0 and at most 1, got"):
+    with pytest.raises(ValueError, match=r"Shrink.*factor.*: expected a number above 0 and at most 1, got"):
         Shrink(factor)
 
 
 def test_what_changes_nothing_says_so():
-    with pytest.warns(NoEffectWarning, match="Shrink changes nothing with factor=1. Remove it."):
+    with pytest.warns(NoEffectWarning, match=r"changes no weight\. Remove it"):
         fit(Shrink(1))
