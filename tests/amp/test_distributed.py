@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo import amp
 from lightning_turbo.errors import AmpUsageError
 from tests.amp.loops import LEVELS, backward, init, net, ready, same, sgd, weights
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -38,10 +38,9 @@ def accumulated(rank, level, delayed):
     return gradients
 
 
-def work(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    result = {}
+def work(folder):
+    torch.distributed.init_process_group("gloo")
+    rank, result = torch.distributed.get_rank(), {}
     batches = torch.load(folder / "batches.pt", weights_only=True)
     for level in LEVELS:
         own = [x[rank * 3 : rank * 3 + 3] for x in batches]
@@ -55,10 +54,6 @@ def work(rank, folder):
     for level in LEVELS:
         result["accumulated", level] = [accumulated(rank, level, delayed) for delayed in (True, False)]
     torch.save(result, folder / f"rank{rank}.pt")
-    # A thread of gloo may hold the last tensor still, and DDP the group: its end would wait for that thread, and hold
-    # the GIL that the thread needs.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +62,7 @@ def ranks(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("ranks")
     batches = [torch.randn(6, 4) for _ in range(4)]
     torch.save(batches, tmp_path / "batches.pt")
-    context = mp.start_processes(work, (tmp_path,), nprocs=2, join=False, start_method="spawn")
-    while not context.join(timeout=100):
-        pass
+    run_ranks(work, tmp_path)
     return batches, *(torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
 
 
