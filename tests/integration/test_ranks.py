@@ -466,7 +466,8 @@ def lean(folder):
     for name, strategy, ends_in in (("stock", stock, None), ("lean", turbo, None), ("killed", turbo, 2)):
         model, metrics, counting = Logging(ends_in), None, Fetches()  # None where the run was ended
         with contextlib.suppress(SystemExit), counting:
-            trainer = train(model, DataLoader(SAMPLES, batch_size=2), strategy=strategy(), max_epochs=2)
+            data = DataLoader(SAMPLES, batch_size=2)
+            trainer = train(model, data, strategy=strategy(), max_epochs=2, default_root_dir=folder)
             metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         yield f"lean.{name}", {
             "module": model.state_dict(), "metrics": metrics, "batches": len(model.seen), "fetched": counting.count,
