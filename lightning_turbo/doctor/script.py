@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import sys
 import tempfile
 import traceback
@@ -77,13 +78,19 @@ def run_program(
     # Like Python, put the folder of the script first on the path, after resolving a link.
     script = "" if module else str(Path(program).absolute())
     folder = Path.cwd() if module else Path(script).resolve().parent
+    process = os.getpid()
     with ExitStack() as put_in:
         put_in.enter_context(_add_callbacks(callbacks))
         put_in.enter_context(_as_main([script or program, *argv], str(folder)))
         put_in.enter_context(ended_by(at_end, put_in))
         if module:
-            return _end_of(lambda: runpy.run_module(program, run_name="__main__", alter_sys=True), "")
-        return _end_of(lambda: runpy.run_path(script, run_name="__main__"), script)
+            ending = _end_of(lambda: runpy.run_module(program, run_name="__main__", alter_sys=True), "")
+        else:
+            ending = _end_of(lambda: runpy.run_path(script, run_name="__main__"), script)
+        if os.getpid() != process:
+            # A copy that the program has forked ends here, as under Python; the program itself goes on.
+            sys.exit(ending.status)
+    return ending
 
 
 def check_script(path: Path) -> None:
@@ -121,7 +128,7 @@ def _end_of(run: Callable[[], object], file: str) -> Ending:
 @contextmanager
 def _add_callbacks(callbacks: Callable[[], list[Callback]]) -> Iterator[None]:
     """Make ``make_callbacks`` an entry point of Lightning, under both of its names, in this process."""
-    with tempfile.TemporaryDirectory() as folder:
+    with _folder_of_process() as folder:
         info = Path(folder) / "lightning_turbo_script-0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-turbo-script\nVersion: 0\n")
@@ -145,6 +152,17 @@ def _add_callbacks(callbacks: Callable[[], list[Callback]]) -> Iterator[None]:
             _factories.remove(callbacks)
             if folder in sys.path:
                 sys.path.remove(folder)
+
+
+@contextmanager
+def _folder_of_process() -> Iterator[str]:
+    """Create a temporary folder, which copies of this process that end earlier leave alone."""
+    process, folder = os.getpid(), tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -69,6 +69,15 @@ def arguments(tmp_path, *own, options=(), **places):
 KEEP = ["--keep-going"]
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)", "1 / 0", "os._exit(0)", "raise SystemExit"])
+def test_a_copy_that_a_script_forks_ends_without_a_word(end, tmp_path, capfd):
+    fork = f"pid = os.fork()\n    if pid == 0:\n        {end}\n    os.waitpid(pid, 0)"
+    assert status_of_child(lambda: cli.main(arguments(tmp_path, before=fork))) == 0
+    told = capfd.readouterr().err
+    assert "not examined" not in told
+    assert told.count("report in runs/doctor/doctor.txt") == 1
+
+
 def test_a_script_is_examined_and_ended_after_the_report(tmp_path, capfd):
     places = {"step": "print('step', batch_idx)", "after": "print('behind fit')"}
     words = arguments(tmp_path, "--lr", "1", options=["--out", "here"], **places)

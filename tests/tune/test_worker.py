@@ -51,9 +51,9 @@ TABLE = {each.name: each for each in list_candidates(2)}
 IN_STEP = ["written in a step"]
 
 
-def ends(mode="step", step="pass", arguments="", names=(), order="end"):
+def ends(mode="step", step="pass", arguments="", names=(), order="end", text=SCRIPT):
     """Measure the script in a child, and return what it reported, its exit status, and the files that it left."""
-    Path("train.py").write_text(textwrap.dedent(SCRIPT).replace("STEP", step).replace("ARGUMENTS", arguments))
+    Path("train.py").write_text(textwrap.dedent(text).replace("STEP", step).replace("ARGUMENTS", arguments))
     task = {
         "program": "train.py",
         "module": False,
@@ -114,3 +114,16 @@ def test_a_script_that_cannot_be_measured_saves_nothing():
     said, status, files = ends(arguments="devices=2, strategy='ddp'")
     assert said.startswith("SkippedError: its Trainer has strategy DDPStrategy")
     assert (status, files) == (0, [])
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "1 / 0", "pass"])
+def test_a_copy_that_a_script_forks_reports_nothing(end):
+    """Its end is not that of the script, which goes on to train."""
+    before = f"""
+    import os, sys
+    if (child := os.fork()) == 0:
+        {end}
+        sys.exit()
+    os.waitpid(child, 0)
+    """
+    assert ends(text=textwrap.dedent(before) + textwrap.dedent(SCRIPT)) == ("6 losses", 0, IN_STEP)
