@@ -113,7 +113,7 @@ _HOMES = {name: home for names in PUBLIC.values() for name, home in names.items(
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-# Where names of the documents stand that are not public here.
+# Modules that hold names from the documentation that this module does not export.
 _FURTHER = ("amp", "data", "data.augment", "errors", "nn", "optim")
 
 
@@ -122,18 +122,19 @@ def __getattr__(name: str) -> Any:
         raise _unknown(name)
     module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     value = getattr(module, name, module)  # amp and augment are modules themselves
-    # Kept here, so that the next use finds it without this function.
+    # Cached, so that the next lookup does not call this function.
     globals()[name] = value
     return value
 
 
 def _unknown(name: str) -> Exception:
-    """Return the error for a name that is not here; it says where the name is, or which one is most like it.
+    """Return the error for an unknown name. It says where the name lives, or suggests the closest one.
 
-    Python drops the words of an ``AttributeError`` in ``from lightning_turbo import NAME``, which first asks for the
-    attribute and then for a module of that name. Where there is none either, that is an ``ImportError``.
+    ``from lightning_turbo import NAME`` first asks for the attribute and then for a submodule of that name, and Python
+    drops the message of the ``AttributeError``. So an import of a name that is no submodule either gets an
+    ``ImportError``.
     """
-    # What asks for names with an underscore, as inspect and copy, asks every module.
+    # Tools such as inspect and copy ask every module for names with an underscore.
     is_module = importlib.util.find_spec(f"{__name__}.{name}") is not None
     hint = "" if is_module or name.startswith("_") else _hint(name)
     if not is_module and sys._getframe(2).f_code.co_name == "_handle_fromlist":

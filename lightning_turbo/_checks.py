@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Callable[..., None])
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any], error: type[Exception] = ValueError) -> None:
-    """Refuse a value that is not one of the choices; the message lists them."""
+    """Raise an error that lists the choices if a value is not one of them."""
     *most, last = map(repr, choices)
     expect(value in choices, name, value, f"{', '.join(most)} or {last}", error)
 
@@ -33,10 +33,10 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def check_switches(*, none: bool = False, **switches: Any) -> None:
-    """Refuse values that are neither ``True`` nor ``False``.
+    """Raise an error for values that are neither ``True`` nor ``False``.
 
     Args:
-        none: Accept ``None`` too.
+        none: Also accept ``None``.
         **switches: Name of the argument -> value.
 
     Raises:
@@ -48,14 +48,14 @@ def check_switches(*, none: bool = False, **switches: Any) -> None:
 
 
 def inherits(owner: Any, parent: type, names: tuple[str, ...]) -> bool:
-    """Tell whether an object overrides none of these methods of ``parent``, in its class or on itself."""
+    """Return whether an object overrides none of these methods of ``parent``, in its class or on the instance."""
     kind = type(owner)
     own = vars(owner)
     return all(name not in own and getattr(kind, name, None) is getattr(parent, name) for name in names)
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuse values that are neither callable nor ``None``.
+    """Raise an error for values that are neither callable nor ``None``.
 
     Args:
         **functions: Name of the argument -> value.
@@ -69,13 +69,13 @@ def check_functions(**functions: Any) -> None:
 
 
 def expect(valid: object, name: str, value: Any, expected: str, error: type[Exception] = ValueError) -> None:
-    """Raise an error that names the argument, the expected values and the value, unless it is valid.
+    """Raise an error that names the argument, the expected values and the value, unless the value is valid.
 
     Args:
-        valid: Whether the value can be used.
+        valid: Whether the value is valid.
         name: Name of the argument.
         value: Value of the argument.
-        expected: Description of the values that can be used.
+        expected: Description of the valid values.
         error: Class of the error.
     """
     if not valid:
@@ -83,34 +83,34 @@ def expect(valid: object, name: str, value: Any, expected: str, error: type[Exce
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether a value is a finite real number; ``True`` and ``False`` are not."""
-    # Numbers of NumPy are Real and Integral too, and so are True and False, which are hardly meant as numbers.
+    """Return whether a value is a finite real number; ``True`` and ``False`` are not."""
+    # NumPy's numbers are Real and Integral too. So are True and False, but nobody means them as numbers.
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(float(value))
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Tell whether a value is a whole number that is not below ``least``; ``True`` and ``False`` are not."""
+    """Return whether a value is an integer of at least ``least``; ``True`` and ``False`` are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Tell whether a value is a sequence and no text."""
+    """Return whether a value is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def is_size(value: object, axes: int) -> TypeGuard[Sequence[int]]:
-    """Tell whether a value is a sequence of so many whole numbers, each at least 1."""
+    """Return whether a value is a sequence of ``axes`` integers, each at least 1."""
     return is_list(value) and len(value) == axes and all(is_whole(length, 1) for length in value)
 
 
 def answer_unknown(**meant: str) -> Callable[[T], T]:
-    """Have an ``__init__`` answer keywords that it does not take with the one that is meant.
+    """Make an ``__init__`` answer an unknown keyword with a suggestion.
 
     Args:
-        **meant: Name that somebody may use -> name of the argument. Names that are nearly right need no entry.
+        **meant: Name that a user may try -> name of the argument. Near misses need no entry.
 
     Raises:
-        TypeError: In the ``__init__``, for a keyword that it does not take.
+        TypeError: In the ``__init__``, for an unknown keyword.
     """
 
     def decorate(init: T) -> T:
@@ -132,14 +132,14 @@ def answer_unknown(**meant: str) -> Callable[[T], T]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean X?"`` with the known name that is most like a word, or an empty text."""
+    """Return ``"; did you mean X?"`` with the known name closest to a word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def refuse_name(module: str, name: str, instead: Mapping[str, str]) -> Exception:
-    """Return the error for a name of a module of apex's, which says what to take instead."""
-    if name.startswith("_"):  # what asks every module, as inspect
+    """Return the error for a name from one of apex's modules; it says what to use instead."""
+    if name.startswith("_"):  # tools such as inspect ask every module for these
         return AttributeError(name)
     remedy = instead.get(name, "what docs/migration.md names")
     return ImportError(f"{module}.{name} is not part of this package. Take {remedy}.", name=name)

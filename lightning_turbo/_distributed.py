@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a run on the host: states for checkpoints."""
+"""Collectives among the ranks of a run, on the host: states for checkpoints."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = [
     "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank",
 ]  # fmt: skip
 
-# The run's group, and the gloo group that belongs to it: a process may end one group, and train in another.
+# The run's group and the gloo group made for it. A process may end one group and train in another.
 _group: tuple[Any, Any] = (None, None)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the world size; 0 and 1 without torch.distributed."""
+    """Return the rank of this process and the world size; 0 and 1 without ``torch.distributed``."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
 
 
 def host_group() -> Any:
-    """Return a gloo group of all ranks, made by the first call, which is collective.
+    """Return a gloo group of all ranks. The first call makes it and is collective.
 
-    NCCL would need memory on each GPU, and its results a copy that waits. It is not the run's group, even where that is
-    gloo, because the run's may be in another collective.
+    NCCL would need memory on each GPU and a blocking copy of its results. The group is separate from the run's own,
+    even if that is gloo, because the run's group may be inside another collective.
     """
     global _group
     world = torch.distributed.group.WORLD
@@ -42,19 +42,19 @@ def host_group() -> Any:
 
 
 def gather_for_checkpoint(own: Any, name: str, *, to_all: bool = False) -> list[Any]:
-    """Gather the data of every rank on rank 0, which writes checkpoints; a collective call with several ranks.
+    """Gather the data of every rank on rank 0, which writes checkpoints. Collective if there are several ranks.
 
-    While an exception is under way, this rank may be alone. Then it does not wait for the others, so that the
-    checkpoint is written. Lightning raises its ``SIGTERMException`` on all ranks.
+    While an exception is being handled, the other ranks may never arrive. This rank then does not wait for them, so
+    that the checkpoint is still written. Lightning raises its ``SIGTERMException`` on all ranks.
 
     Args:
         own: The data of this rank; tensors on the host.
-        name: A few words for the data, for the warning.
+        name: What the data are, for the warning.
         to_all: Gather on all ranks.
 
     Returns:
-        One entry for each rank (copies of ``own`` on ranks that do not gather); ``[own]`` while an exception is under
-        way.
+        One entry per rank (copies of ``own`` on ranks that do not gather), or ``[own]`` while an exception is being
+            handled.
 
     Warns:
         TurboWarning: In that case, on rank 0.
@@ -81,15 +81,16 @@ def gather_for_checkpoint(own: Any, name: str, *, to_all: bool = False) -> list[
 
 
 def tell_first_rank(own: Any, name: str, seconds: float) -> list[Any]:
-    """Tell rank 0 something through the store in which the ranks met, so that only rank 0 ever waits.
+    """Send data to rank 0 through the store in which the ranks met, so that only rank 0 ever waits.
 
     Args:
-        own: What this rank tells.
-        name: A key that the run has not used.
+        own: The data of this rank.
+        name: A key that the run has not used yet.
         seconds: How long rank 0 waits for the others, at least 0.
 
     Returns:
-        On rank 0 an entry for each rank, ``None`` of one that has not told yet; on the others nothing.
+        On rank 0 one entry per rank, ``None`` for a rank that has not sent its data in time; on the others an empty
+        list.
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -99,13 +100,13 @@ def tell_first_rank(own: Any, name: str, seconds: float) -> list[Any]:
     store.set(keys[rank], pickle.dumps(own))  # pyright: ignore[reportArgumentType] (takes bytes as well)
     if rank > 0:
         return []
-    with contextlib.suppress(RuntimeError):  # the time is over
+    with contextlib.suppress(RuntimeError):  # timed out
         store.wait(keys, timedelta(seconds=max(seconds, 0.01)))
     return [pickle.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 def error_under_way() -> BaseException | None:
-    """Return the error with which this rank may be alone; Lightning raises its ``SIGTERMException`` on all ranks."""
+    """Return the exception that only this rank may be handling; ``SIGTERMException`` is raised on all ranks."""
     error = sys.exc_info()[1]
-    # By its name: which copy of Lightning the class is from is not known on this floor.
+    # Compared by name, because this layer does not know which copy of Lightning the class is from.
     return None if type(error).__name__ == "SIGTERMException" else error

@@ -1,4 +1,4 @@
-"""Atomic writes of files: the one way in which this package writes what somebody may read meanwhile."""
+"""Atomic file writes: the only way in which this package writes files that others may read meanwhile."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ except ImportError:  # Windows
 
 __all__ = ["whole_file"]
 
-# Locks may be known to one machine only, so that a machine removes nothing of another one.
+# File locks may be local to one machine, so a machine removes only its own leftovers.
 _MACHINE = re.sub(r"\W+", "-", platform.node())
 _UNFINISHED = re.compile(rf"\..+\.{re.escape(_MACHINE)}-[0-9a-f]{{32}}\.partial")
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str], *, follow_link: bool = True) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``path`` when the block succeeds, and is removed when it fails.
+    """Yield a temporary path that replaces ``path`` if the block succeeds and is removed if it fails.
 
-    A full disk, an error or a kill thus leaves the old file intact: the new one is brought to the disk (``fsync``)
-    before it takes its place. Each write has a temporary name of its own, ``.NAME.MACHINE-NUMBER.partial``, so that two
-    programs that write one file at a time both succeed, and the last one counts. The next write into the folder removes
-    what killed processes of this machine have left there.
+    A full disk, an error or a kill leaves the old file intact: the new one is flushed to disk (``fsync``) before it
+    takes its place. Each write has its own temporary name, ``.NAME.MACHINE-NUMBER.partial``, so if two programs write
+    the same file, both succeed and the last one wins. The next write into the folder removes what killed processes of
+    this machine left there.
 
     Args:
         path: The file to write.
-        follow_link: If ``path`` is a link, replace the file that it points to, and write directly to anything but a
-            file, as ``/dev/stdout``. ``False`` replaces a link itself.
+        follow_link: If ``path`` is a link, replace the file that it points to; write directly to anything that is not
+            a regular file, such as ``/dev/stdout``. ``False`` replaces the link itself.
     """
     target = Path(path).resolve() if follow_link else Path(path)
     if follow_link and target.exists() and not target.is_file():
@@ -47,9 +47,9 @@ def whole_file(path: str | os.PathLike[str], *, follow_link: bool = True) -> Ite
         with file:
             yield partial
             os.fsync(file.fileno())
-            if fcntl is not None:  # in its place before the lock ends, and with it the protection from others
+            if fcntl is not None:  # while the lock still protects the file
                 os.replace(partial, target)
-        if fcntl is None:  # Windows moves no open file
+        if fcntl is None:  # Windows cannot rename an open file
             os.replace(partial, target)
     except OSError as error:
         if error.filename in (None, str(partial)):  # the caller does not know the temporary name
@@ -61,38 +61,38 @@ def whole_file(path: str | os.PathLike[str], *, follow_link: bool = True) -> Ite
 
 
 def _begin(target: Path) -> tuple[Path, BinaryIO]:
-    """Make an unfinished file beside its target, in whose file system alone a rename is atomic, and lock it.
+    """Create and lock a temporary file beside its target, because a rename is atomic only within a file system.
 
-    The lock ends with the process, so that an unfinished file without one is known to be left over.
+    The lock ends with the process, so an unlocked temporary file is a leftover.
     """
     while True:
         partial = target.with_name(f".{target.name}.{_MACHINE}-{uuid.uuid4().hex}.partial")
         try:
             file = open(partial, "xb")  # noqa: SIM115 - the caller closes it
-        except OSError as error:  # which names the target, as no user knows the unfinished file
+        except OSError as error:  # name the target: the user does not know the temporary name
             raise type(error)(error.errno, error.strerror, str(target)) from None
         if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks: nobody can lock, and so remove, the file
+            with contextlib.suppress(OSError):  # without locks nobody removes the file either
                 fcntl.flock(file, fcntl.LOCK_EX)
         if partial.exists():
             return partial, file
-        file.close()  # another process looked for leftovers before it was locked
+        file.close()  # another process removed it as a leftover before it was locked
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished files in a folder that no process holds."""
+    """Remove the temporary files in a folder that no process has locked."""
     if fcntl is None:
         return
     for path in folder.iterdir() if folder.is_dir() else ():
         if _UNFINISHED.fullmatch(path.name):
-            # An error: its process lives, or has just ended it, or the file is somebody else's.
+            # On an error the writer is alive or has just finished, or the file belongs to somebody else.
             with contextlib.suppress(OSError), open(path, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a new name in a folder to the disk."""
+    """Flush the entries of a folder to disk."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

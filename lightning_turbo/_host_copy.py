@@ -1,4 +1,4 @@
-"""A copy of a checkpoint in the host's memory, which training cannot change."""
+"""A copy of a checkpoint in host memory, which training cannot change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.storage import TypedStorage, UntypedStorage
 
 __all__ = ["HostCopier"]
 
-Buffers = dict[tuple[int, bool], list[torch.Tensor]]  # by size in bytes, and whether they are pinned
+Buffers = dict[tuple[int, bool], list[torch.Tensor]]  # by size in bytes and whether they are pinned
 
 
 class HostCopier:
-    """Makes copies one after the other, in memory that each gives back for the next one."""
+    """Makes one copy at a time and reuses the memory of the last one."""
 
     def __init__(self) -> None:
         self._buffers: Buffers = {}
@@ -29,19 +29,20 @@ class HostCopier:
                 event.synchronize()
             yield _Unpickler(io.BytesIO(pickled), copies).load()
         finally:
-            # What this copy did not need is let go, so that the memory is that of the last checkpoint alone.
+            # Buffers that this copy did not use are freed, so that no more memory is held than the last checkpoint
+            # needed.
             buffers: Buffers = {}
             for copy in copies:
                 buffers.setdefault((copy.numel(), copy.is_pinned()), []).append(copy)
             self._buffers = buffers
 
     def copy(self, value: Any) -> AbstractContextManager[Any]:
-        """Return a block that is given a copy of what pickle takes, and must not keep it.
+        """Return a context manager that yields a copy of a picklable value; the copy must not outlive the block.
 
-        Tensors of CUDA devices are copied in the order of the current stream: no work that is given to it afterwards
-        changes the copy, and the host waits for nothing. The block begins when they have arrived, in any thread.
+        CUDA tensors are copied in stream order: work queued later on the current stream does not change the copy, and
+        the host does not wait. Entering the context waits for the copies, in any thread.
         """
-        # Nobody else gets this memory until the block ends.
+        # No other copy gets these buffers until the block ends.
         free = self._buffers
         self._buffers = {}
         stream = io.BytesIO()
@@ -53,12 +54,12 @@ class HostCopier:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but the memory of tensors, as ``torch.save`` does: those that share it still do afterwards."""
+    """Pickles everything except tensor memory, like ``torch.save``: tensors that share a storage still share it."""
 
     def __init__(self, file: Any, free: Buffers) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._free = free
-        self.storages: list[UntypedStorage] = []  # kept, lest another one gets the address of one that is gone
+        self.storages: list[UntypedStorage] = []  # kept alive, so that no address is reused
         self.copies: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}  # by the address of the storage
 
@@ -77,7 +78,7 @@ class _Pickler(pickle.Pickler):
         pinned = storage.device.type == "cuda"
         kept = self._free.get((size, pinned))
         buffer = kept.pop() if kept else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        # As bytes, because tensors of several dtypes and shapes may lie on one storage.
+        # Copied as bytes, because tensors of several dtypes and shapes may share one storage.
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return buffer.copy_(content, non_blocking=pinned)
 

@@ -1,9 +1,9 @@
 """The only module that imports Lightning: it chooses between ``lightning.pytorch`` and ``pytorch_lightning``.
 
-They are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
-Lightning's classes from this one, so that they come from the copy that the program uses. Only this module,
-``_trainer``, ``strategies.lean_loop``, ``callbacks.exact_resume``, ``callbacks.resume`` and ``callbacks.preemption``
-use private parts of it.
+These are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
+Lightning's classes from here, so that they come from the copy that the program uses. Only this module, ``_trainer``,
+``strategies.lean_loop``, ``callbacks.exact_resume``, ``callbacks.resume`` and ``callbacks.preemption`` use private
+parts of Lightning.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ __all__ = [
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
 
-# Name -> where the bound copy has it. ``__getattr__`` takes a name from there at its first use. The imports above say
-# the same to type checkers; a test compares the two.
+# Name -> its location in the bound copy. ``__getattr__`` imports a name on first use. The imports above say the same
+# to type checkers; a test compares the two.
 _HOMES = {
     "AutomaticOptimization": "{pytorch}.loops.optimization.automatic:_AutomaticOptimization",
     "BatchSizeFinder": "{pytorch}.callbacks:BatchSizeFinder",
@@ -106,23 +106,23 @@ _HOMES = {
 
 _bound: str | None = None
 _reason = ""
-# Whether the bound copy is a guess: the program had imported neither, and nobody had named one.
+# Whether the bound copy is a guess: the program had imported neither copy and nobody had named one.
 _guessed = False
 
 
 def _loaded() -> list[str]:
-    """Return the names of Lightning that are imported, in the order of their import."""
+    """Return the import names under which Lightning is loaded, in import order."""
     return [name for name in sys.modules if name in NAMES]
 
 
 def bound_name() -> str:
-    """Return the import name of Lightning that the adapters use, binding it on the first call.
+    """Return the import name of Lightning that the adapters use; the first call binds it.
 
-    The first of these decides: ``bind_lightning``; the environment variable ``LIGHTNING_TURBO_LIGHTNING``; the name
-    that the program imported first; ``lightning.pytorch`` if it is installed; ``pytorch_lightning``.
+    The first of these decides: ``bind_lightning``, the environment variable ``LIGHTNING_TURBO_LIGHTNING``, the name
+    that the program imported first, ``lightning.pytorch`` if it is installed, ``pytorch_lightning``.
     """
     global _bound, _reason, _guessed
-    # Once for all: classes are made from what it gives. What the program chose goes before what is installed.
+    # Bound once, because classes derive from what it returns. The program's choice comes before what is installed.
     if _bound is None:
         if os.environ.get(VARIABLE):
             _bound, _reason = _checked(os.environ[VARIABLE]), f"the environment variable {VARIABLE} says so"
@@ -136,20 +136,20 @@ def bound_name() -> str:
 
 
 def bind_lightning(name: str) -> None:
-    """Bind the adapters to one of Lightning's two import names, before any of them is used.
+    """Bind the adapters to one of Lightning's two import names. Call it before using any of them.
 
     Args:
         name: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
 
     Raises:
         ValueError: If ``name`` is neither.
-        LightningMismatchError: If the adapters are bound to the other name already.
+        LightningMismatchError: If the adapters are already bound to the other name.
     """
     global _bound, _reason
     _checked(name)
     if _bound not in (None, name):
         raise LightningMismatchError(
-            f"bind_lightning({name!r}): lightning_turbo is bound to {_bound} already, because {_reason}. "
+            f"bind_lightning({name!r}): lightning_turbo is already bound to {_bound}, because {_reason}. "
             "Call bind_lightning before the first use of any name of lightning_turbo."
         )
     _bound, _reason = name, "bind_lightning was called"
@@ -162,15 +162,15 @@ def _checked(name: str) -> str:
 
 
 def check_binding(used_by: str) -> None:
-    """Raise an error if the program's Trainer would refuse an object of ours.
+    """Raise an error if the program's Trainer would refuse an object of this package.
 
-    Constructors call it. The binding is wrong where it was a guess and the program has imported the other copy since.
+    Constructors call it. A binding is wrong if it was a guess and the program has imported the other copy since.
 
     Args:
         used_by: Name of the object's class, for the message.
 
     Raises:
-        LightningMismatchError: If the program uses the name of Lightning that is not bound.
+        LightningMismatchError: If the program uses the other import name.
     """
     bound = bound_name()
     other = NAMES[1 - NAMES.index(bound)]
@@ -184,30 +184,31 @@ def __getattr__(name: str) -> Any:
     pytorch = bound_name()
     fabric = "lightning.fabric" if pytorch == NAMES[0] else "lightning_fabric"
     module, _, attribute = _HOMES[name].format(pytorch=pytorch, fabric=fabric).partition(":")
-    # Kept here, so that the next use finds it without this function.
+    # Cached, so that the next lookup does not call this function.
     value = globals()[name] = getattr(importlib.import_module(module), attribute)
     return value
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function right after Lightning has been imported under each of its names.
+    """Calls a function right after Lightning has been imported, once for each of its names.
 
-    ``Trainer(strategy="turbo")`` must be known whichever import comes first. To import Lightning here instead would
-    choose a copy for the program, or for the script that ``tune`` and the Doctor run, and would cost a plain loop two
-    seconds. ``when_lightning_is_imported`` puts the finder on ``sys.meta_path``; it leaves when both names are
-    imported. To be asked for a name is not enough: programs look for what is installed, and import the other one.
+    ``Trainer(strategy="turbo")`` must work whichever import comes first. Importing Lightning here would choose a copy
+    on behalf of the program, or of the script that ``tune`` or the Doctor runs, and would cost a plain torch loop two
+    seconds. ``when_lightning_is_imported`` puts the finder on ``sys.meta_path``; the finder removes itself once both
+    names are imported. A lookup alone does not count as an import, because programs probe for one name and then import
+    the other.
     """
 
     def __init__(self, callback: Callable[[str], None]) -> None:
         self.callback = callback
-        self._asking: set[str] = set()  # names that the other finders are being asked for
+        self._asking: set[str] = set()  # names being looked up in the other finders
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname not in NAMES or fullname in self._asking:
             return None
         self._asking.add(fullname)
         try:
-            spec = importlib.util.find_spec(fullname)  # asks every finder, and so this one again
+            spec = importlib.util.find_spec(fullname)  # asks every finder, including this one
         finally:
             self._asking.discard(fullname)
         if spec is None or spec.loader is None:
@@ -218,7 +219,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             run(module)
             self._imported(fullname)
 
-        # On this loader, which serves one module; its class stays as it is.
+        # Set on this loader, which serves one module; its class stays unchanged.
         spec.loader.exec_module = exec_module
         return spec
 
@@ -229,9 +230,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def when_lightning_is_imported(callback: Callable[[str], None]) -> None:
-    """Call ``callback`` with each name under which Lightning is imported, now or as soon as the program imports it.
+    """Call ``callback`` with each name under which Lightning is imported, now or when the program imports it.
 
-    Importing lightning_turbo alone must not choose a copy of Lightning for the program.
+    Importing ``lightning_turbo`` must not choose a copy of Lightning for the program.
     """
     loaded = _loaded()
     if set(loaded) != set(NAMES):
@@ -241,10 +242,9 @@ def when_lightning_is_imported(callback: Callable[[str], None]) -> None:
 
 
 def register_strategies(copy: str, strategies: dict[str, Callable[..., Any]]) -> None:
-    """Register names for ``Trainer(strategy=...)`` of one copy of Lightning; a second call changes nothing.
+    """Register names for ``Trainer(strategy=...)`` with one copy of Lightning. Repeated calls have no further effect.
 
-    The copy whose Trainer is first asked for one of them is the one that the adapters are bound to, if they are not
-    bound yet.
+    If the adapters are not bound yet, they are bound to the first copy whose Trainer asks for one of the names.
 
     Args:
         copy: The import name of Lightning.
@@ -256,7 +256,7 @@ def register_strategies(copy: str, strategies: dict[str, Callable[..., Any]]) ->
 
 
 def _make_for(copy: str, name: str, make: Callable[..., Any], **settings: Any) -> Any:
-    """Make a strategy for the Trainer of a copy of Lightning."""
+    """Make a strategy for the Trainer of one copy of Lightning."""
     global _bound, _reason
     if _bound is None and not os.environ.get(VARIABLE):
         _bound, _reason = copy, f"its Trainer was the first to ask for strategy={name!r}"
@@ -267,16 +267,16 @@ def _make_for(copy: str, name: str, make: Callable[..., Any], **settings: Any) -
 
 def _mismatch(what: str, other: str) -> str:
     return (
-        f"{what} is built on {bound_name()}, because {_reason}, but this program uses {other}, a second copy "
+        f"{what} is built on {bound_name()}, because {_reason}, but this program uses {other}, another copy "
         f"of the same code, whose Trainer refuses it. Import {other} before lightning_turbo and no other copy, or set "
         f"the environment variable {VARIABLE}={other}, or call lightning_turbo.bind_lightning({other!r}) first."
     )
 
 
 def repr_with_copy(self: Any) -> str:
-    """A ``__repr__`` that says what to do where a program has both copies of Lightning.
+    """A ``__repr__`` that says what to do if a program has both copies of Lightning.
 
-    A Trainer shows it when it refuses an object, and knows of no other copy than its own.
+    A Trainer shows it when it refuses an object, and knows of no copy but its own.
     """
     name = type(self).__name__
     other = NAMES[1 - NAMES.index(bound_name())]
@@ -284,6 +284,6 @@ def repr_with_copy(self: Any) -> str:
 
 
 def repr_of_precision(self: Any) -> str:
-    """A ``__repr__`` for precision plugins, which a Trainer refuses beside a ``precision``: it says what to do."""
+    """A ``__repr__`` that says what to do; a Trainer shows it when a plugin and ``precision`` conflict."""
     remedy = "it sets the precision: leave precision= out; in a further YAML file write precision: null"
     return f"{repr_with_copy(self)[:-1]}; {remedy}>"

@@ -1,4 +1,4 @@
-"""Checks for optional packages, without importing them."""
+"""Checks for optional packages without importing them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lightning_turbo.errors import MissingExtraError
 
 __all__ = ["EXTRAS", "how_to_install", "installed", "installed_version", "require"]
 
-# What pip installs this package from: "." in a clone, as long as no package index has it. A test compares the pages, so
-# that a release changes this line and those that the test then names.
+# What pip installs this package from: "." in a clone until a package index has it. A test compares the pages with it,
+# so a release changes this line and the pages that the test names.
 SOURCE = "."
 # Import name -> (distributions that provide it, the extra of lightning-turbo that installs one of them).
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -33,19 +33,19 @@ def installed_version(distribution: str) -> str | None:
 
 
 def installed(module: str) -> bool:
-    """Tell whether ``module`` can be imported from one of its known distributions.
+    """Return whether ``module`` can be imported from one of its known distributions.
 
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
     """
     distributions, _ = EXTRAS[module]
-    # The spec alone would find a folder of that name in the working directory.
+    # The spec alone would also find a folder of that name in the working directory.
     known = any(installed_version(name) is not None for name in distributions)
     return known and importlib.util.find_spec(module) is not None
 
 
 def how_to_install(module: str) -> str:
-    """Return the command that installs an optional package, and where it works.
+    """Return the command that installs an optional package, and where to run it.
 
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
@@ -58,7 +58,7 @@ def how_to_install(module: str) -> str:
 
 
 def _cuda_of_torch() -> int:
-    """Return the major version of CUDA that torch was built with, or 0 for a build without."""
+    """Return the major CUDA version that torch was built with, or 0 for a CPU build."""
     import torch
 
     return int((torch.version.cuda or "0").partition(".")[0])
@@ -69,7 +69,7 @@ def require(module: str, needed_by: str) -> None:
 
     Args:
         module: An import name, one of the keys of ``EXTRAS``.
-        needed_by: Name of what needs it, as the user wrote it, for example ``"DALILoader"``.
+        needed_by: What needs the package, in the user's words, for example ``"DALILoader"``.
 
     Raises:
         MissingExtraError: If the package is not installed.

@@ -24,7 +24,7 @@ __all__ = [
     "tensors_in",
 ]
 
-# What holds no tensor and is in many batches, or leads away from the batch.
+# Common types in batches that hold no tensors, and modules, which lead away from the batch.
 _LEAVES = (str, bytes, int, float, type(None), type, torch.nn.Module)
 
 
@@ -40,13 +40,13 @@ class _Pinnable(ABC):  # noqa: B024
         return callable(getattr(kind, "pin_memory", None))
 
 
-# Batches on their way to a device: Lightning's own walk, which takes an object with the method as a whole.
+# Batches on their way to a device: Lightning's own walk, which treats an object that has the method as a leaf.
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` on ``device``.
 
-    Copies from pinned memory do not wait for one another. Copies to a CPU are over when this returns.
+    Copies from pinned memory are asynchronous. Copies to the CPU are complete when this returns.
 
     Raises:
         ValueError: If a part is a frozen dataclass, as in Lightning.
@@ -61,12 +61,12 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def movable_in(batch: Any) -> list[Any]:
-    """Return what ``move_batch`` moves: the tensors and the objects with ``.to``, without a look into these."""
+    """Return what ``move_batch`` moves: tensors and objects with ``.to``, without looking inside those objects."""
     found: list[Any] = []
 
     def note(part: Any) -> Any:
         found.append(part)
-        return part  # the walk makes each container again, and some classes refuse other parts
+        return part  # the walk rebuilds each container, and some classes check their items
 
     apply_to_collection(batch, _Movable, note)
     return found
@@ -92,20 +92,20 @@ def pin_batch(batch: Any) -> Any:
     return apply_to_collection(batch, _Pinnable, pin)
 
 
-# What is behind objects: neither torch's nor Lightning's walk looks into their attributes.
+# Tensors inside objects: neither torch's nor Lightning's walk visits attributes.
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with ``change`` applied to its tensors, in any structure.
 
-    Structures are mappings, lists, tuples, deques, dataclasses and their subclasses, and objects with a method ``to``,
-    whose attributes count; objects may lead back to themselves, as the nodes of a tree that know their parents.
-    ``value`` itself, and all that it holds, stays as it is: where a tensor changes, a shallow copy takes the position
-    of what holds it.
+    Structures are mappings, lists, tuples, deques, dataclasses, their subclasses, and objects with a method ``to``,
+    whose attributes are visited. Objects may refer back to themselves, like tree nodes that know their parents.
+    ``value`` and everything in it stays unchanged: where a tensor changes, its containers are replaced by shallow
+    copies.
 
     Args:
         value: Anything.
-        change: Returns the tensor that it is given, or another one.
+        change: Returns its argument or another tensor.
     """
     return _map(value, change, {})
 
@@ -128,13 +128,13 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], objects: dict[int, _Map
 
 
 class _Mapped:
-    """An object that was met, and what takes its position: itself, or a copy once something in it has changed.
+    """A visited object and its replacement: the object itself, or a copy once something in it has changed.
 
-    What is asked for while its own parts are being looked at is a copy, because nobody knows yet whether they change.
+    A reference from within the object's own parts gets a copy, because it is not known yet whether they will change.
     """
 
     def __init__(self, value: Any) -> None:
-        self.value = value  # so that its id stays its own
+        self.value = value  # kept alive, so that its id is not reused
         self.is_complete = False
         self.twin: Any = None
 
@@ -145,11 +145,11 @@ class _Mapped:
 
 
 def _map_object(value: Any, change: Callable[[Tensor], Tensor], objects: dict[int, _Mapped]) -> Any:
-    """Do the same for a container of a class of its own, and for an object with attributes."""
+    """Map a container of a custom class, or an object with attributes."""
     mapped = objects[id(value)] = _Mapped(value)
     parts = _parts_of(value)
     changed = {key: new for key, part in parts.items() if (new := _map(part, change, objects)) is not part}
-    # A mapping that cannot be changed becomes a dict, as nobody knows how its class is made.
+    # An immutable mapping becomes a dict, because nothing is known about how to build its class.
     if changed and isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         mapped.twin = {**parts, **changed}
     elif changed:
@@ -163,7 +163,7 @@ def _set_parts(twin: Any, changed: dict[Any, Any]) -> None:
         if isinstance(twin, (MutableMapping, list, deque)):
             twin[key] = new
         else:
-            # Past the __setattr__ of a frozen dataclass: nobody else knows the twin yet.
+            # Bypasses the __setattr__ of a frozen dataclass; nobody else has seen the copy yet.
             object.__setattr__(twin, str(key), new)
 
 
@@ -176,7 +176,7 @@ def _parts_of(value: Any) -> dict[Any, Any]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in any structure that ``map_tensors`` knows."""
+    """Return the tensors in any structure that ``map_tensors`` visits."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an object keeps in slots and in its ``__dict__``; no property is read."""
+    """Return an object's slots and ``__dict__`` without evaluating properties."""
     own = getattr(value, "__dict__", None)
     slots = {slot.__name__: slot.__get__(value) for slot in _slots(type(value)) if hasattr(value, slot.__name__)}
     return slots | own if isinstance(own, dict) else slots

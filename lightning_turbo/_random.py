@@ -1,4 +1,4 @@
-"""The global RNGs of torch, Python and NumPy: read, set, and left as they were."""
+"""The global RNGs of torch, Python and NumPy: read, set and restored."""
 
 from __future__ import annotations
 
@@ -38,36 +38,37 @@ __all__ = [
 
 NAMES = ("torch", "random", "numpy.random")
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
-# What holds no generator, or leads away from the dataset.
+# Types that hold no generator, or that lead away from the dataset.
 DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.ModuleType)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-# Among about how many objects generators are looked for, and in containers of how many items at most.
+# The search for generators ends after about this many objects and skips containers with more than this many items.
 MOST_OBJECTS = 10_000
 MOST_PARTS = 256
 
-# Packages whose own lines are not looked at: to seed torch once takes thousands of them, and an interrupt comes most
-# likely at a line that is looked at, which is not to be one where this package lets go of a lock.
+# Packages whose lines are not traced. Seeding torch alone runs thousands of lines. An interrupt most likely arrives at
+# a traced line, and must not arrive where this package releases a lock.
 QUIET = {*sys.stdlib_module_names, "torch", "numpy", "lightning_turbo"}
-# Of those, what seeds generators for a sample and puts them back, which only its own lines show.
+# Traced all the same: it seeds generators for a sample and restores them, which only its own lines show.
 SEEDING = "lightning_turbo.data.sample_seeds"
 
-# Held while a state of torch's is read, and by a fork: a child is not to begin with it held and without a collector. A
-# fork takes locks in the reverse order of their registration, so those of loaders before this one, as loads do.
+# Held while a torch generator state is read, and across a fork, so that no child starts with the lock held and its
+# garbage collector off. A fork takes locks in reverse order of registration: those of loaders before this one, like
+# loads.
 _reading = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
 
 
 def shared_state(held: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the states of the global RNGs of torch (CPU), Python and, if imported, NumPy, and of ``held`` ones.
+    """Return the states of the global RNGs of torch (CPU), Python and, if imported, NumPy, and of the ``held`` ones.
 
-    Tensors and plain Python objects only, so that a checkpoint that holds one loads with ``weights_only=True``.
+    Holds tensors and plain Python objects only, so that a checkpoint with it loads with ``weights_only=True``.
     """
     state: dict[str, Any] = {"torch": torch_state(), "random": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
-        if kind == "MT19937":  # a program may have exchanged it for a generator that has no such state
+        if kind == "MT19937":  # a program may have set a generator without such a state
             state["numpy"] = [torch.from_numpy(keys.astype("int64")), *rest]
     if held:
         state["held"] = [generator_state(generator) for generator in held]
@@ -75,17 +76,17 @@ def shared_state(held: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def torch_state() -> torch.Tensor:
-    """Return the state of torch's generator on the CPU."""
+    """Return the state of torch's CPU generator."""
     with uncollected():
         return torch.get_rng_state()
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running while states of torch's generators are read.
+    """Disable the garbage collector while the state of a torch generator is read.
 
-    A collection lets another thread go on. If that asks for the same generator, which torch has locked, it waits with
-    the interpreter's lock held, for ever.
+    A collection can switch threads. If the other thread then asks for the same generator, which torch has locked, it
+    waits for ever while it holds the GIL.
     """
     with _reading:
         collects = gc.isenabled()
@@ -98,7 +99,7 @@ def uncollected() -> Iterator[None]:
 
 
 def generator_state(generator: Any) -> torch.Tensor | str:
-    """Return the state of one of ``GENERATORS``: a tensor for torch's, a text for the others."""
+    """Return the state of one of ``GENERATORS``: a tensor for torch, a string for the others."""
     if isinstance(generator, torch.Generator):
         with uncollected():
             return generator.get_state()
@@ -112,7 +113,7 @@ def generator_state(generator: Any) -> torch.Tensor | str:
 
 
 def set_generator_state(generator: Any, state: torch.Tensor | str) -> None:
-    """Set a generator to a state that ``generator_state`` returned of one of its kind."""
+    """Set a generator to a state that ``generator_state`` returned for one of the same type."""
     if isinstance(state, torch.Tensor):
         with uncollected():
             generator.set_state(state)
@@ -126,7 +127,7 @@ def set_generator_state(generator: Any, state: torch.Tensor | str) -> None:
 
 
 def set_shared_state(state: dict[str, Any], held: Sequence[Any] = ()) -> None:
-    """Set the global RNGs, and ``held`` ones, to a state that ``shared_state`` returned, or a part of one."""
+    """Set the global RNGs, and the ``held`` ones, to a result of ``shared_state`` or a part of one."""
     torch.set_rng_state(state["torch"])
     if "random" in state:
         random.setstate(state["random"])
@@ -151,7 +152,7 @@ def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[st
 
 @contextmanager
 def same_random_numbers(held: Sequence[Any] = ()) -> Iterator[None]:
-    """Leave the global RNGs, and ``held`` ones, as they were, whatever is drawn from them inside."""
+    """Restore the global RNGs, and the ``held`` ones, after the block, whatever it draws."""
     state = shared_state(held)
     try:
         yield
@@ -161,45 +162,46 @@ def same_random_numbers(held: Sequence[Any] = ()) -> Iterator[None]:
 
 @contextmanager
 def generators_at(state: dict[str, Any], held: Sequence[Any] = ()) -> Iterator[None]:
-    """Draw inside as from ``state``, a result of ``shared_state``; the generators are as before afterwards."""
+    """Draw from ``state``, a result of ``shared_state``, inside the block; restore the generators afterwards."""
     with same_random_numbers(held):
         set_shared_state(state, held)
         yield
 
 
 class GeneratorWatch:
-    """Tells which random generators are used inside a ``with``: global ones, and those that a dataset holds.
+    """Finds out which random generators the body of a ``with`` uses: global ones, and those that a dataset holds.
 
-    A generator that is set for a sample and put back shows in no state afterwards. So the calling thread is traced, and
-    the states are compared at each line of Python code, when it is reached for the first and for the second time: a
-    line between the setting and the putting back finds other states than before. Events of calls would not do, because
-    NumPy's functions cause none. Under a debugger, which traces too, states are compared at the end alone.
+    A generator that is seeded for a sample and then restored leaves no trace in the final state. So the calling thread
+    is traced, and the states are compared the first two times that each line of Python is reached: a line between the
+    seeding and the restoring sees different states. Call events do not suffice, because NumPy's functions cause none.
+    Under a debugger, which traces too, only the final states are compared.
 
     Args:
         held: Generators that the dataset holds, as ``generators_in`` returns them.
-        lines: How many lines are looked at; 0 for the states at the end alone. Whoever runs more of them counts as one
+        lines: How many lines are traced; 0 compares only the final states. A body that runs more lines counts as one
             that may draw.
 
     Attributes:
-        drew: What was drawn from, in words, after the ``with``; empty if nothing was.
-        found: The same as a clause, also of a batch that ran more lines than are looked at; empty if it drew nothing.
+        drew: What the body drew from, in words, set after the ``with``; empty if nothing.
+        found: The same as a clause. It also covers a body that ran more lines than are traced; empty if nothing was
+            drawn.
     """
 
     LINES = 200_000
-    LINE_SECONDS = 2.5e-7  # what it takes to look at one
-    VISITS = 2  # at which the states are compared, for each line
+    LINE_SECONDS = 2.5e-7  # cost of tracing one line
+    VISITS = 2  # of each line at which the states are compared
 
     def __init__(self, held: Sequence[Any] = (), *, lines: int = LINES) -> None:
         self.drew: list[str] = []
         self._held = held
-        self._names: set[str] = set()  # of the global RNGs that were drawn from
+        self._names: set[str] = set()  # the global RNGs that were drawn from
         self._left = lines
         self._limit = lines
-        self._traces: dict[types.CodeType, Any] = {}  # what is called at the lines of each function
+        self._traces: dict[types.CodeType, Any] = {}  # the line tracer of each function
 
     @property
     def found(self) -> str:
-        """What was found out, as a clause."""
+        """The result as a clause."""
         if self.drew:
             return f"draws from {' and '.join(self.drew)}"
         return "" if self._left >= 0 else f"runs more than {self._limit} lines of Python, so that a draw may go unseen"
@@ -225,12 +227,12 @@ class GeneratorWatch:
             self.drew.append("a random generator that the dataset holds")
 
     def _enter_function(self, frame: Any, *event: Any) -> Any:
-        """Return what is to be called at the lines of a function; ``None`` if these are not looked at."""
+        """Return the line tracer for a function; ``None`` if its lines are not traced."""
         code = frame.f_code
         if code not in self._traces:
             module = frame.f_globals.get("__name__", "")
             is_quiet = module.partition(".")[0] in QUIET and module != SEEDING
-            # What quiet ones set, the next line of the dataset's code shows.
+            # If an untraced function sets a generator, the next traced line of the dataset's code shows it.
             self._traces[code] = None if is_quiet else self._tracer()
         return self._traces[code]
 
@@ -245,11 +247,11 @@ class GeneratorWatch:
                 visits[line] = count + 1
                 if not self._snapshot.holds():
                     self._look()
-            # Where all of them are drawn from, nothing is left to find.
+            # Once every generator has been drawn from, nothing is left to find.
             if self._left < 0 or len(self._names) == len(self._before):
                 sys.settrace(None)
                 return None
-            return frame.f_trace  # this function, which would be in a cycle of references if it named itself
+            return frame.f_trace  # this function; naming it here would create a reference cycle
 
         return trace
 
@@ -258,15 +260,15 @@ class GeneratorWatch:
 
 
 class _Snapshot:
-    """The states of the global RNGs when it is made, which are compared with those of now in microseconds."""
+    """The states of the global RNGs at its creation; it compares them with the current ones in microseconds."""
 
-    MT19937 = ctypes.c_char * (625 * 4)  # 624 numbers, and the place among them
+    MT19937 = ctypes.c_char * (625 * 4)  # 624 words and the position
 
     def __init__(self) -> None:
         self._torch = torch_state()
         self._python = random.getstate()
-        # Where NumPy keeps the numbers of its global generator, as it tells other compilers. A normal number that is
-        # left over is not among them, but there is a new one only where numbers were drawn.
+        # Where NumPy keeps the state of its global generator, as published for other compilers. It lacks the cached
+        # second normal number, but that changes only when words are drawn.
         generator = np.random.rand.__self__._bit_generator
         is_known = type(generator) is np.random.MT19937
         address = generator.ctypes.state_address if is_known else 0
@@ -277,29 +279,28 @@ class _Snapshot:
         return b"" if self._memory is None else self._memory.raw
 
     def holds(self) -> bool:
-        """Whether the states are still the same."""
+        """Return whether the states are unchanged."""
         is_same = self._numpy == self._read_numpy() and torch.equal(self._torch, torch_state())
         return is_same and random.getstate() == self._python
 
 
 def generators_in(owner: Any) -> list[Any]:
-    """Return the random generators with a state of their own that an object and its parts hold.
+    """Return the random generators that an object and its parts hold and that have a state of their own.
 
-    The global ones are not among them, nor those of the operating system.
+    Global generators and those of the operating system are excluded.
     """
     return [part for part in parts_in(owner) if _has_own_state(part)]
 
 
 def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -> list[Any]:
-    """Return the parts of an object and theirs, nearest first: what it refers to, but for the items of long containers.
+    """Return the objects reachable from an object, breadth first, except the items of long containers.
 
-    Data are left out, and containers of many items: a list of a million files is not looked at. What is a generator, or
-    whole by ``is_whole``, is not looked into. No part is asked for anything that its class may answer by code of its
-    own: a proxy whose object is gone raises an error, and a lazy connection opens.
+    Data and containers of many items are skipped: a list of a million files is not searched. The search does not
+    descend into generators, nor into parts for which ``is_whole`` is true. It reads no attribute that a class may
+    answer with code of its own: a proxy to a deleted object raises an error, and a lazy connection opens.
     """
-    seen: dict[int, Any] = {}  # the objects themselves, because one that is gone leaves its id to another
-    # Level by level, and not into whatever comes first: states are saved in this order, which has to be the same in a
-    # process that resumes.
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    # Breadth first: states are saved in this order, and it must be the same in a resumed process.
     level = [owner]
     while level and len(seen) < MOST_OBJECTS:
         new = {id(part): part for each in level for part in _parts_of(each) if id(part) not in seen}
@@ -310,12 +311,12 @@ def parts_in(owner: Any, is_whole: Callable[[Any], bool] = lambda part: False) -
 
 
 def is_a(part: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether an object is of a class, by its type alone: ``isinstance`` asks a proxy for the class it pretends."""
+    """Return whether an object's type is one of ``kinds``; ``isinstance`` would trust the class that a proxy claims."""
     return issubclass(type(part), kinds)
 
 
 def attributes_of(part: Any) -> dict[str, Any]:
-    """Return the attributes of an object as the interpreter keeps them, whatever its class says of ``__dict__``."""
+    """Return the attributes of an object as the interpreter stores them, even if its class overrides ``__dict__``."""
     for kind in type(part).__mro__:
         descriptor = vars(kind).get("__dict__")
         if type(descriptor) is types.GetSetDescriptorType:
@@ -330,7 +331,7 @@ def _has_own_state(each: Any) -> bool:
 
 
 def same_states(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two lists of what ``generator_state`` returned are equal."""
+    """Return whether two lists of results of ``generator_state`` are equal."""
     return len(some) == len(others) and all(
         torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
         for one, other in zip(some, others, strict=True)
@@ -338,12 +339,12 @@ def same_states(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _parts_of(each: Any) -> list[Any]:
-    # The length that the container has, not one that a class of its own computes.
+    # The real length of the container, not the one that a subclass computes.
     if any(is_a(each, kind) and kind.__len__(each) > MOST_PARTS for kind in CONTAINERS):
         return []
-    if type(each) is types.FunctionType:  # its other parts lead to all that its module knows
+    if type(each) is types.FunctionType:  # its globals lead to everything in its module
         return [each.__closure__, each.__defaults__, each.__kwdefaults__, each.__dict__]
-    # Attributes first, however the interpreter keeps them: states are told apart by their order. Behind them what is in
-    # slots, in a partial(), at a bound method.
+    # Attributes come first, however the interpreter stores them, because states are matched by position. The rest
+    # covers slots, partial() and bound methods.
     attributes = attributes_of(each)
     return [*attributes.values(), *(part for part in gc.get_referents(each) if part is not attributes)]

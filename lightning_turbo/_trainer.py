@@ -1,4 +1,4 @@
-"""What the adapters read from a Trainer and its parts, where Lightning has no public name for it."""
+"""What the adapters read from a Trainer and its parts where Lightning has no public name for it."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ __all__ = [
 
 
 def is_fitting(trainer: Any) -> bool:
-    """Whether a Trainer is in ``fit``, not in validate, test or predict."""
+    """Return whether a Trainer is in ``fit``, not in validate, test or predict."""
     return trainer.state.fn is not None and trainer.state.fn.value == "fit"
 
 
 def gives_sampler(trainer: Any) -> bool:
-    """Return whether a Trainer gives loaders a sampler that shares their samples among the ranks."""
+    """Return whether a Trainer gives loaders a sampler that splits the samples among the ranks."""
     return trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler
 
 
 def batch_limit(trainer: Any, loader: Any) -> float:
-    """Return how many batches a Trainer takes from one of its loaders in an epoch at most.
+    """Return the largest number of batches that a Trainer takes from one of its loaders in an epoch.
 
-    Infinity where it does not say: before its loop has counted its loaders, and while it does not run.
+    Infinity if unknown: before the loop has counted its loaders, and while the Trainer is not running.
     """
-    # What its loops still have then is from the run before.
+    # Otherwise its loops still hold the limits of the previous run.
     if trainer.state.status.value != "running":
         return math.inf
     loops = (
@@ -73,11 +73,11 @@ def batch_limit(trainer: Any, loader: Any) -> float:
 
 
 def is_asked_by_loop() -> bool:
-    """Whether it is a loop of a Trainer that asks for what is called now, and not a callback or a step that it runs.
+    """Return whether the caller was called by a loop of a Trainer, not by a callback or a step that the loop runs.
 
-    Loops take loaders through Lightning's ``CombinedLoader``, whose frames are then next to the caller's. The loops say
-    nothing that could be asked for it: an epoch may have been left early, and a callback may look before its first
-    batch.
+    Loops iterate over loaders through Lightning's ``CombinedLoader``, whose frames are then close to the caller's. The
+    state of the loops does not tell: an epoch may have ended early, and a callback may read a batch before the first
+    one.
     """
     frame = sys._getframe(1)
     for _ in range(10):
@@ -95,49 +95,49 @@ def combined_loader(trainer: Any) -> Any:
 
 
 def owner_of_training_data(trainer: Any) -> Any:
-    """Return what has ``train_dataloader``: the module or the datamodule, or the loader that ``fit`` got."""
+    """Return the owner of ``train_dataloader``: the module or the datamodule, or the loader passed to ``fit``."""
     return trainer.fit_loop._data_source.instance
 
 
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     """Return the checkpoint that a Trainer is about to restore, empty if there is none.
 
-    Lightning gives a plugin only the state under its own class's name; others' states are read here.
+    Lightning hands a plugin only the state under its own class name; this gives access to the others.
     """
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def warn_of_open_window(trainer: Any, checkpoint: dict[str, Any], speaker: Any) -> None:
-    """Warn if a checkpoint was saved in the middle of an accumulation window, whose gradients no checkpoint holds.
+    """Warn if a checkpoint was saved inside an accumulation window, because no checkpoint holds gradients.
 
-    Several callbacks and the precision plugin ask for it, each with a class attribute ``warns_of_open_window``; the
-    first of them speaks.
+    Several callbacks and the precision plugin call it, each with a class attribute ``warns_of_open_window``; only the
+    first of them warns.
 
     Args:
-        trainer: The Trainer that continues from it.
-        checkpoint: What it loaded.
-        speaker: Who asks.
+        trainer: The Trainer that resumes from the checkpoint.
+        checkpoint: The loaded checkpoint.
+        speaker: The caller.
     """
     others = [*trainer.callbacks, trainer.precision_plugin]  # in the order in which Lightning shows them a checkpoint
     if next(each for each in others if getattr(each, "warns_of_open_window", False)) is not speaker:
         return
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    # The window may have another length now, and Lightning saves none: ExactResume does, for each rank.
+    # The window may have a new length, and Lightning does not save the old one. ExactResume does, per rank.
     (saved, *_) = checkpoint.get("lightning_turbo.exact_resume") or [{}]
     length = saved.get("accumulate_grad_batches", trainer.accumulate_grad_batches)
     done = loop.get("current", {}).get("processed", 0) % length
-    # Lightning steps at the last batch of an epoch, however long the window is.
+    # Lightning steps at the last batch of an epoch, whatever the length of the window.
     if done and not loop.get("is_last_batch"):
         rank_zero_warn(
-            f"The checkpoint was saved after {done} of {length} batches of an accumulation window, and holds no "
-            "gradients of them: the window begins again with the batches that are left. Save at the end of a window, "
-            "as every_n_train_steps of ModelCheckpoint does.",
+            f"The checkpoint was saved after {done} of {length} batches of an accumulation window, without "
+            "their gradients: the window restarts with the batches that remain. Save at the end of a window, e.g. "
+            "with every_n_train_steps of ModelCheckpoint.",
             category=TurboWarning,
         )
 
 
 def hooks_before_transfer(module: Any, datamodule: Any) -> list[str]:
-    """Return the hooks, overridden in a module or a datamodule, that see a batch before its copy to the device."""
+    """Return the overridden hooks of a module and a datamodule that see a batch before its copy to the device."""
     owners = [(module, LightningModule), (datamodule, LightningDataModule)]
     return [
         f"{type(owner).__name__}.{name}"
@@ -148,13 +148,13 @@ def hooks_before_transfer(module: Any, datamodule: Any) -> list[str]:
 
 
 def callbacks_named(*names: str) -> tuple[type, ...]:
-    """Return Lightning's callbacks of these names, as far as this version has them."""
+    """Return Lightning's callbacks with these names, skipping those that this version lacks."""
     callbacks = importlib.import_module(f"{bound_name()}.callbacks")
     return tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
 
 
 def refuse_as_callback(instead: str) -> property:
-    """Return a property ``state_key``, which a Trainer asks of each callback, that says where an object belongs."""
+    """Return a property ``state_key``, which a Trainer reads from each callback, that says where an object belongs."""
 
     def state_key(self: Any) -> str:
         raise TypeError(f"callbacks: expected callbacks, got {type(self).__name__}. Pass it as Trainer({instead}).")
@@ -163,56 +163,56 @@ def refuse_as_callback(instead: str) -> property:
 
 
 def requeue_signal(trainer: Any) -> int | None:
-    """Return the number of the signal on which Lightning requeues a Slurm job; ``None`` if it requeues none."""
+    """Return the signal on which Lightning requeues a Slurm job, or ``None`` if it does not requeue."""
     environment = trainer._accelerator_connector.cluster_environment
     requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     return int(environment.requeue_signal) if requeues and environment.requeue_signal is not None else None
 
 
 def handlers_before_run(trainer: Any) -> dict[int, Any]:
-    """Return the handlers of signals that the program had before the run, which Lightning puts back after it."""
+    """Return the signal handlers that the program had before the run, which Lightning restores after it."""
     return trainer._signal_connector._original_handlers
 
 
 def keep_handlers(trainer: Any, handlers: dict[int, Any]) -> None:
-    """Have Lightning put these handlers of signals in place after the run, where it would put the program's back."""
+    """Make Lightning install these signal handlers after the run instead of restoring the program's."""
     trainer._signal_connector._original_handlers.update(handlers)
 
 
 def replace_strategy(trainer: Any, strategy: Any) -> None:
-    """Give a Trainer in construction another strategy, as ``Trainer(strategy=...)`` would have."""
-    # The connector has made its choice by now, and the Trainer asks it each time.
+    """Give a Trainer under construction another strategy, as ``Trainer(strategy=...)`` would have."""
+    # The connector has already chosen; the Trainer asks it each time.
     trainer._accelerator_connector.strategy = strategy
 
 
 def takes_batch_index(training_step: Any) -> bool:
-    """Whether Lightning passes the index of the batch to this ``training_step``."""
+    """Return whether Lightning passes the batch index to this ``training_step``."""
     signatures = importlib.import_module(f"{bound_name()}.utilities.signature_utils")
     return signatures.is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
 
 
-# Those whose training loop, as the lean loop follows it, is the one that was read: tests/release/lean_sources.py.
+# The versions whose training loop was compared with the lean loop: tests/release/lean_sources.py.
 LEAN_VERSIONS = ("2.6.0", "2.6.1", "2.6.4", "2.6.5", "2.6.6")
 
 
 def supports_lean_loop() -> bool:
-    """Whether Lightning is one whose training loop was compared with what the lean loop follows line by line."""
+    """Return whether the training loop of this version of Lightning was compared with the lean loop."""
     return lightning_version() in LEAN_VERSIONS
 
 
 def lightning_version() -> str:
-    """Return the version of Lightning."""
+    """Return the version of the bound copy of Lightning."""
     return importlib.import_module(bound_name()).__version__
 
 
 def require_lean_loop(option: str) -> None:
-    """Refuse an option that needs a training loop of Lightning that was compared.
+    """Raise an error if an option needs the lean loop and this version of Lightning was not compared with it.
 
     Args:
-        option: As the user wrote it, for the message.
+        option: The option, in the user's words.
 
     Raises:
-        LightningMismatchError: If Lightning is another one.
+        LightningMismatchError: If this version of Lightning was not compared.
     """
     if not supports_lean_loop():
         *most, last = LEAN_VERSIONS

@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\nexamples:{lines}\n" if lines else "")
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        # argparse would have the parser of all commands refuse a command's options, which it does not know.
+        # Otherwise argparse would report a command's unknown options through the parser of all commands.
         namespace, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown[0], self._option_string_actions)}")
@@ -52,28 +52,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:
-        argv: The arguments after the program's name; ``None`` takes them from the command line.
+        argv: The command line arguments; ``None`` takes them from ``sys.argv``.
 
     Returns:
-        0 for success, 1 for a result that is not good enough, 2 for invalid input or a file that cannot be read or
+        0 for success, 1 for a result that fails the check, 2 for invalid input or a file that cannot be read or
         written, 130 after Ctrl-C.
     """
     parser = _Parser(
         prog="lightning-turbo",
-        description="Find out what slows a training script of PyTorch Lightning and what makes it faster, pack its "
+        description="Find what slows down a PyTorch Lightning training script and what speeds it up, pack its "
         "data, and convert old checkpoints. COMMAND --help describes one command.",
     )
     parser.add_argument("--version", action="version", version=f"lightning-turbo {lightning_turbo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # Each command imports its part when it runs, so that help and errors in arguments come at once.
+    # Each command imports its modules when it runs, so that help and argument errors appear at once.
     _add_pack(commands)
     _add_convert(commands)
     _add_doctor(commands)
     _add_tune(commands)
     arguments = parser.parse_args(argv)
-    # Some versions of argparse drop the separator before the arguments of a script, some hand it on.
+    # Some versions of argparse drop the "--" before the script's arguments, some pass it on.
     arguments.separated = "--" in (sys.argv[1:] if argv is None else argv)
-    # Told in one line. Another error is a fault of this package, whose traceback is of use.
+    # Expected errors are reported in one line. Any other error is a bug of this package and keeps its traceback.
     try:
         return arguments.run(arguments)
     except (TurboError, OSError) as error:
@@ -87,26 +87,26 @@ def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         examples=("train.py -- --max_epochs 1", "compare runs/doctor runs/later"),
-        help="check this machine, or find out what slows a training script",
+        help="check this machine, or find what slows down a training script",
         description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
-        "fails. With a script: run it with a Doctor in each of its Trainers until one has looked at its steps, write "
-        "doctor.txt and doctor.json, and end it without its handlers, so that it overwrites nothing; the exit status "
-        "is that of a script which ends earlier, 1 if a report could not be written, and 3 if no Trainer began to "
-        "train. compare A B: what got slower or is new from one of these folders to the other; the exit status is 1 if "
-        "something did.",
+        "fails. With a script: run it with a Doctor in each of its Trainers until one has examined its steps, write "
+        "doctor.txt and doctor.json, and stop the script without running its exit handlers, so that it overwrites "
+        "nothing. The exit status is the script's own if it ends earlier, 1 if a report could not be written, and 3 if "
+        "no Trainer started training. compare A B: list what is slower or new in the second of two such folders; the "
+        "exit status is 1 if anything is.",
         usage="%(prog)s [--json] | %(prog)s compare A B | "
         "%(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] [-m] SCRIPT [-- ARGUMENT ...]",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the report (default: runs/doctor)")
-    parser.add_argument("--warmup", type=int, metavar="N", help="steps before the first look (default: 3)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the report (default: runs/doctor)")
+    parser.add_argument("--warmup", type=int, metavar="N", help="steps before the measurement (default: 3)")
     parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
-    parser.add_argument("--watched", type=int, metavar="N", help="steps to watch from inside (default: 4)")
+    parser.add_argument("--watched", type=int, metavar="N", help="steps to trace (default: 4)")
     parser.add_argument(
         "--keep-going",
         action="store_true",
         default=None,
-        help="let the script run to its own end after the report: its handlers run, and its files are written",
+        help="let the script run to its end after the report: exit handlers run and files are written",
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", default=None, help="SCRIPT is a module, as in python -m"
@@ -152,19 +152,19 @@ def _compare_reports(options: dict[str, Any], names: list[str]) -> int:
 
 
 def _arguments_of_script(command: str, script: str, arguments: argparse.Namespace) -> list[str]:
-    """Return what stands behind the script, as Python gives it to a script; say which of it are names of our options.
+    """Return the script's arguments as Python passes them; point out those that are options of this command.
 
-    After ``--`` nothing is said: whoever writes it knows whose arguments follow.
+    After ``--`` nothing is pointed out, because the user has marked the script's arguments.
     """
     behind = arguments.arguments[arguments.arguments[:1] == ["--"] :]
     if arguments.separated:
         return behind
-    # They may be the script's own, of the same name, and so are no error.
+    # They may be the script's own options with the same name, so this is not an error.
     ours = dict.fromkeys(name for word in behind if (name := word.partition("=")[0]) in arguments.options)
     if ours:
         print(
-            f"lightning-turbo {command}: {', '.join(ours)} went to {script}, because what stands behind a script is "
-            f"its own; options of {command} stand before it: lightning-turbo {command} {' '.join(ours)} ... {script}",
+            f"lightning-turbo {command}: {', '.join(ours)} went to {script}, because arguments after a script are "
+            f"passed to it; put options of {command} first: lightning-turbo {command} {' '.join(ours)} ... {script}",
             file=sys.stderr,
         )
     return behind
@@ -174,21 +174,22 @@ def _add_convert(commands: Commands) -> None:
     parser = commands.add_parser(
         "convert",
         examples=("old.ckpt new.ckpt", "apex.pt new.ckpt --prefix model."),
-        help="turn an old apex or Lightning 1.x checkpoint into one that Lightning 2 loads",
-        description="Turn a checkpoint of a plain apex script ({'model', 'optimizer', 'amp'}) or of any Lightning into "
-        "one that Trainer.fit(ckpt_path=NEW) continues, with its loss scale. OLD is never changed, NEW must not exist.",
+        help="turn an old apex or Lightning 1.x checkpoint for Lightning 2",
+        description="Turn a checkpoint of a plain apex script ({'model', 'optimizer', 'amp'}) or of any version of "
+        "Lightning into one that Trainer.fit(ckpt_path=NEW) resumes, with its loss scale. OLD is never changed. NEW "
+        "must not exist.",
     )
     parser.add_argument("old", type=Path, metavar="OLD", help="the file to read")
     parser.add_argument("new", type=Path, metavar="NEW", help="the file to write")
-    parser.add_argument("--prefix", metavar="TEXT", help="plain files: put before the names of weights, as 'model.'")
-    parser.add_argument("--trust", action="store_true", help="unpickle objects in OLD, which runs the code in it")
+    parser.add_argument("--prefix", metavar="TEXT", help="plain files: prefix for the names of weights, such as model.")
+    parser.add_argument("--trust", action="store_true", help="unpickle objects in OLD, which can run any code")
     parser.set_defaults(run=_convert)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     from lightning_turbo.amp.convert import convert_checkpoint
 
-    # A shell shows no line of Python with each warning.
+    # On a command line the source line of a warning is noise.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TurboWarning)
         new = convert_checkpoint(arguments.old, arguments.new, prefix=arguments.prefix, trust=arguments.trust)
@@ -202,47 +203,47 @@ def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
         examples=("photos packed --size 224x224", "BraTS packed --modalities=-t1n,-t2w --spacing 1x1x1 --workers 2"),
-        help="pack a folder of images or volumes into arrays that are memory-mapped",
-        description="Pack the images, .npy or NIfTI volumes below FOLDER, as they are or at one size, for "
-        "PackedDataset and PatchDataset. Subfolders are classes; nnU-Net's folders, and label volumes beside their "
-        "volumes, as BraTS', are found; hidden files are passed over. OUT appears when everything is in it; after "
-        "Ctrl-C the same command goes on.",
+        help="pack a folder of images or volumes into memory-mapped arrays",
+        description="Pack the images, .npy or NIfTI volumes in FOLDER, as they are or resized, for PackedDataset and "
+        "PatchDataset. Subfolders are classes. nnU-Net folders, and label volumes beside their volumes as in BraTS, "
+        "are recognized. Hidden files are skipped. OUT appears once everything is in it; after Ctrl-C the same command "
+        "continues.",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files are; it is not changed")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to read; it is not changed")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--labels",
         metavar="FOLDER|END|none",
-        help="folder with a label volume for each volume, or the end of the names of those in FOLDER, as "
-        "--labels=-lesion (default: found by their names); none leaves them out",
+        help="folder with a label volume for each volume, or the suffix of label volumes in FOLDER, for example "
+        "--labels=-lesion (default: found by name); none leaves them out",
     )
     parser.add_argument(
-        "--spacing", type=_distances, metavar="DxHxW", help="resample NIfTI files to these millimetres, as 1x1x1.5"
+        "--spacing", type=_distances, metavar="DxHxW", help="resample NIfTI files to this spacing in mm, e.g. 1x1x1.5"
     )
     parser.add_argument(
         "--size",
         type=_size,
         metavar="HxW",
-        help="resize images, as 224x224; cut or pad volumes, as 96x96x64 (default: as they are)",
+        help="resize images (224x224), or crop and pad volumes (96x96x64) (default: as they are)",
     )
-    parser.add_argument("--mode", choices=("RGB", "L"), help="colour or grey (default: grey if every image is)")
+    parser.add_argument("--mode", choices=("RGB", "L"), help="color or grayscale (default: L if every image is gray)")
     parser.add_argument(
-        "--classes", type=_names, metavar="A,B,...", help="all classes, in the order of their numbers (default: sorted)"
+        "--classes", type=_names, metavar="A,B,...", help="all classes, in the order of their indices (default: sorted)"
     )
     parser.add_argument(
         "--modalities",
         type=_names,
         metavar="A,B,...",
-        help="ends of the names of files that become channels, as --modalities=-t1n,-t2w",
+        help="suffixes of the files that become channels, for example --modalities=-t1n,-t2w",
     )
     parser.add_argument(
-        "--compress", type=_size, metavar="DxHxW", help="compress volumes in chunks, best of the size of the patches"
+        "--compress", type=_size, metavar="DxHxW", help="compress volumes in chunks; best: the patch size"
     )
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read (default: 0)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="reader processes (default: 0)")
     parser.add_argument(
-        "--skip-broken", action="store_true", help="leave out files that cannot be packed; OUT.broken.txt names them"
+        "--skip-broken", action="store_true", help="skip files that cannot be packed and list them in OUT.broken.txt"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     parser.set_defaults(run=_pack)
 
 
@@ -254,7 +255,7 @@ def _pack(arguments: argparse.Namespace) -> int:
     options["labels"] = False if arguments.labels == "none" else arguments.labels
     options |= {"compress": arguments.compress or False, "num_workers": arguments.workers}
     try:
-        # A shell shows no line of Python with each warning.
+        # On a command line the source line of a warning is noise.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TurboWarning)
             found = pack_folder(arguments.folder, arguments.out, progress=_show_progress(), **options)
@@ -265,13 +266,13 @@ def _pack(arguments: argparse.Namespace) -> int:
     with_labels = " with label volumes" if found["foreground"] else ""
     print(f"{arguments.out}: {found['samples']} samples{with_labels}, {len(found['classes'])} classes")
     if found["skipped"]:
-        print(f"{arguments.out}.broken.txt: {found['skipped']} files were left out")
+        print(f"{arguments.out}.broken.txt: {found['skipped']} files were skipped")
     return 0
 
 
 def _show_progress() -> Callable[[int, int], None]:
-    """Return a function that draws a progress bar with the time left on a terminal, and does nothing elsewhere."""
-    begun, before = time.monotonic(), sys.maxsize  # how many an interrupted call has packed
+    """Return a function that draws a progress bar with the remaining time, on a terminal only."""
+    begun, before = time.monotonic(), sys.maxsize  # the number that an interrupted call had packed
 
     def show(done: int, total: int) -> None:
         nonlocal before
@@ -288,14 +289,14 @@ def _show_progress() -> Callable[[int, int], None]:
 def _size(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
         raise argparse.ArgumentTypeError(
-            f"size {text!r}: expected HEIGHTxWIDTH in pixels, as 224x224, or DEPTHxHEIGHTxWIDTH in voxels"
+            f"size {text!r}: expected HEIGHTxWIDTH in pixels, such as 224x224, or DEPTHxHEIGHTxWIDTH in voxels"
         )
     return tuple(int(part) for part in text.split("x"))
 
 
 def _distances(text: str) -> tuple[float, ...]:
     if not re.fullmatch(r"\d*\.?\d+(x\d*\.?\d+){2}", text):
-        raise argparse.ArgumentTypeError(f"spacing {text!r}: expected DEPTHxHEIGHTxWIDTH in millimetres, as 1x1x1.5")
+        raise argparse.ArgumentTypeError(f"spacing {text!r}: expected DEPTHxHEIGHTxWIDTH in mm, such as 1x1x1.5")
     return tuple(float(part) for part in text.split("x"))
 
 
@@ -312,29 +313,29 @@ def _add_tune(commands: Commands) -> None:
     parser = commands.add_parser(
         "tune",
         examples=("--minutes 5 train.py --max_epochs 1", "--only 'workers-*',fused -m package fit"),
-        help="find by measurement what makes a training script faster, and write the settings down",
-        description="Run a script in fresh processes for some steps of fit, with one setting after the other and then "
-        "with what helps together. The script is not edited. Writes tune.md, tune.json, turbo.yaml for LightningCLI, "
-        "turbo.py and, with matplotlib, tune.png. Ctrl-C keeps what was measured. That nothing helps is a result.",
+        help="measure which settings make a training script faster, and write them down",
+        description="Run a script in fresh processes for some steps of fit, with one setting at a time and then with "
+        "those that help together. The script is not edited. Writes tune.md, tune.json, turbo.yaml for LightningCLI, "
+        "turbo.py and, with matplotlib, tune.png. Ctrl-C keeps the results so far. That nothing helps is a result too.",
         usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...] | "
         "%(prog)s compare BEFORE AFTER (two folders of results: exit status 1 if a step got slower beyond noise)",
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=10.0, metavar="M", help="when the measuring ends (default: 10)")
+    add("--minutes", type=float, default=10.0, metavar="M", help="time limit in minutes (default: 10)")
     add("--out", type=Path, default=Path("runs/tune"), metavar="FOLDER", help="where to write (default: runs/tune)")
-    add("--only", type=_names, default=(), metavar="NAME,...", help="settings to try, as fused,'workers-*'")
+    add("--only", type=_names, default=(), metavar="NAME,...", help="settings to try, such as fused,'workers-*'")
     add("--without", type=_names, default=(), metavar="NAME,...", help="settings not to try")
-    add("--same-maths", action="store_true", help="keep only what keeps every bit of the losses")
-    add("--seed", type=int, default=0, metavar="N", help="of torch, numpy and random before the script (default: 0)")
-    add("--device", default="auto", help="auto (default) leaves it to the script; cpu hides every GPU; cuda")
-    add("--ranks", type=int, default=1, metavar="N", help="processes that train together on this machine by DDP")
-    add("--batch-size", action="store_true", help="find the largest batch that fits and the fastest a sample instead")
-    add("--resume", action="store_true", help="go on from what an earlier run measured in --out")
-    add("--confirm", action="store_true", help="then train a whole epoch without and one with the recommendation")
+    add("--same-maths", action="store_true", help="keep only settings that leave every loss bitwise equal")
+    add("--seed", type=int, default=0, metavar="N", help="seed torch, numpy and random before the script (default: 0)")
+    add("--device", default="auto", help="auto (default) lets the script choose; cpu hides every GPU; cuda")
+    add("--ranks", type=int, default=1, metavar="N", help="DDP processes on this machine")
+    add("--batch-size", action="store_true", help="find the largest batch that fits and the fastest per sample instead")
+    add("--resume", action="store_true", help="continue from the results of an earlier run in --out")
+    add("--confirm", action="store_true", help="then train a full epoch without and one with the recommendation")
     add("-m", dest="module", action="store_true", help="run a module or package, as python -m does")
     add("program", metavar="SCRIPT", help="a Python script that trains with a Trainer, or the name after -m")
     own = add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
-    own.required = False  # argparse would name it beside a SCRIPT that is missing
+    own.required = False  # or argparse names it together with a missing SCRIPT
     parser.set_defaults(run=_tune, options=tuple(parser._option_string_actions))
 
 

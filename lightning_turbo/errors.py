@@ -1,4 +1,4 @@
-"""The errors and warnings of lightning_turbo: few, and each a subclass of the built-in that it refines."""
+"""The errors and warnings of lightning_turbo: few, each a subclass of the built-in exception that it refines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class TurboError(Exception):
 
 
 class MissingExtraError(TurboError, ModuleNotFoundError):
-    """An optional package is absent; the message names the extra that brings it."""
+    """An optional package is not installed; the message names the extra that installs it."""
 
 
 class LightningMismatchError(TurboError, TypeError):
-    """The adapters are bound to one of Lightning's two import names, the program uses the other."""
+    """The adapters are bound to one of Lightning's two import names and the program uses the other."""
 
 
 class AmpUsageError(TurboError, ValueError, RuntimeError):
-    """A wrong call of the O0-O3 engine; a ``RuntimeError`` as in apex and a ``ValueError`` as in Python."""
+    """The O0-O3 engine was called wrongly; a ``RuntimeError`` as in apex and a ``ValueError`` as in Python."""
 
 
 class AmpOverrideError(AmpUsageError, AssertionError):
-    """An override with an impossible value, where apex raised ``AssertionError``."""
+    """An override has an impossible value; apex raised ``AssertionError``."""
 
 
 class AmpLookupError(TurboError, IndexError):
@@ -40,7 +40,7 @@ class AmpLookupError(TurboError, IndexError):
 
 
 class AmpStateError(TurboError, AttributeError, RuntimeError):
-    """State was asked for before ``initialize``, where apex raised ``AttributeError`` or ``RuntimeError``."""
+    """State was requested before ``initialize``; apex raised ``AttributeError`` or ``RuntimeError``."""
 
 
 class TurboWarning(UserWarning):
@@ -48,4 +48,4 @@ class TurboWarning(UserWarning):
 
 
 class NoEffectWarning(TurboWarning):
-    """A technique was asked for and changed nothing."""
+    """A technique was requested and changed nothing."""

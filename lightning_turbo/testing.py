@@ -1,4 +1,4 @@
-"""A check for tests of any project: does a data loader that is stopped and resumed give each sample once, in order?"""
+"""A check for the tests of any project: does a loader that is stopped and resumed yield each sample once, in order?"""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from lightning_turbo._random import set_shared_state, shared_state
 
 __all__ = ["ResumeReport", "check_resume", "report_resume"]
 
-_MOST = 8  # samples that a message names
+_MOST = 8  # samples listed in a message
 
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What one series of stops showed; samples are counted over all its epochs."""
+    """The result of one series of stops; samples are counted over all epochs."""
 
     workers: int
     ranks: tuple[int, ...]
     stops: int
-    """Stops that were made, those at the ends of epochs included."""
+    """Number of stops, including those at the ends of epochs."""
     samples: int
-    """Samples of the series without a stop."""
+    """Number of samples without a stop."""
     twice: int
-    """Samples that were seen more often than without a stop."""
+    """Samples seen more often than without a stop."""
     never: int
-    """Samples that were seen less often."""
+    """Samples seen less often than without a stop."""
     in_order: bool
     """Whether the samples came in the same order in every epoch."""
     faults: tuple[str, ...] = field(default=(), repr=False)
-    """A sentence for each epoch that differs."""
+    """One sentence for each epoch that differs."""
 
 
 def check_resume(
@@ -50,27 +50,29 @@ def check_resume(
     ranks: Sequence[int] = (1,),
     epochs: int = 2,
 ) -> None:
-    """Raise an error if a loader that is stopped and resumed gives other samples than one that never stopped.
+    """Raise an error if a loader that is stopped and resumed yields other samples than one that never stops.
 
-    For each number of worker processes the loader is built and run through. Then it is run again with stops: before
-    and after each epoch, and at random batches in it. At a stop its state is pickled and the loader thrown away; a new
-    one takes the state and goes on, with the states of the global RNGs of torch, NumPy and Python, as a resumed run of
-    a Trainer with ``ExactResume`` does. ``set_epoch`` of the loader and its samplers is called before each epoch.
+    For each number of workers, the loader is built and iterated to the end. Then it is iterated again with stops:
+    before and after each epoch, and at random batches inside it. At a stop, its state is pickled and the loader
+    discarded; a new loader loads the state and continues, with the states of the global RNGs of torch, NumPy and
+    Python, like a resumed Trainer run with ``ExactResume``. ``set_epoch`` of the loader and its samplers is called
+    before each epoch.
 
     Args:
-        make_loader: ``make_loader(workers)`` returns a new loader with ``state_dict`` and ``load_state_dict``, whose
-            batches are tensors, arrays, numbers or texts, in lists, tuples or dicts; with ``ranks`` it is called with
-            ``(workers, rank, number of ranks)``.
-        stops: Stops at random batches of each epoch, at least 0.
-        workers: Numbers of worker processes, each tried by itself.
-        ranks: Numbers of ranks, which change at each stop, and begin again behind the last one. Others than 1 are for
-            loaders of this package, whose ranks take turns in the order, as with ``DistributedSampler``. All ranks run
-            in this process.
+        make_loader: ``make_loader(workers)`` returns a new loader with ``state_dict`` and ``load_state_dict``. Its
+            batches are tensors, arrays, numbers or strings in lists, tuples or dicts. With ``ranks``, it is called as
+            ``make_loader(workers, rank, world_size)``.
+        stops: Number of stops at random batches of each epoch, at least 0.
+        workers: Numbers of worker processes; each is tested separately.
+        ranks: World sizes, used one after the other from stop to stop, cyclically. Values other than 1 are for loaders
+            of this package, whose ranks interleave the order like ``DistributedSampler``. All ranks run in this
+            process.
         epochs: Number of epochs, at least 1.
 
     Raises:
-        AssertionError: If samples were seen twice, never or in another order; it says which, and after which stops.
-        TypeError: If the loader has no ``state_dict`` or ``load_state_dict``, or an argument another type.
+        AssertionError: If samples were seen twice, never or in another order; the message says which and after which
+            stops.
+        TypeError: If the loader lacks ``state_dict`` or ``load_state_dict``, or an argument has the wrong type.
         ValueError: If an argument is out of range.
 
     Example:
@@ -91,7 +93,7 @@ def check_resume(
 def report_resume(
     make_loader: Callable[..., Any], *, stops: int, workers: int, ranks: Sequence[int] = (1,), epochs: int = 2
 ) -> ResumeReport:
-    """Return what ``check_resume`` finds for one number of worker processes.
+    """Return the findings of ``check_resume`` for one number of worker processes.
 
     Args:
         make_loader: As in ``check_resume``.
@@ -129,11 +131,11 @@ def report_resume(
     )
 
 
-Step = list[list[str]]  # for each rank, the samples of its batch
+Step = list[list[str]]  # per rank, the samples of its batch
 
 
 class _Run:
-    """A series of epochs of loaders that are built again at each stop, one for each rank."""
+    """A series of epochs of loaders, one per rank, that are rebuilt at each stop."""
 
     def __init__(self, make_loader: Callable[..., Any], workers: int, ranks: Sequence[int]) -> None:
         self._make = make_loader
@@ -141,12 +143,12 @@ class _Run:
         self._numbers = cycle(ranks)
         self._several = tuple(ranks) != (1,)
         self._most = max(ranks)
-        self.stopped: list[tuple[int, int]] = []  # epoch, and samples of it that were used
+        self.stopped: list[tuple[int, int]] = []  # epoch, and the number of its samples that were used
         _seed(0)
         self._loaders = self._build()
 
     def epochs_of(self, epochs: int, stops: int, whole: list[list[Step]] | None = None) -> list[list[Step]]:
-        """Return the steps of each epoch; with those of a run without stops, stop in each epoch and at its end."""
+        """Return the steps of each epoch. Given those of a run without stops, stop inside and after each epoch."""
         chance = random.Random(0)
         seen = list[list[Step]]()
         for epoch in range(epochs):
@@ -157,12 +159,12 @@ class _Run:
         return seen
 
     def _places(self, steps: list[Step], stops: int, chance: random.Random) -> list[int]:
-        """Return after how many samples an epoch is stopped: never so late that the step then is its last one."""
+        """Return the numbers of samples after which an epoch stops, always before its last step."""
         last = len(_samples(steps)) - self._most * len(_samples(steps[:1]))
         return sorted(chance.randrange(1, last) for _ in range(stops)) if last > 1 else []
 
     def stopped_in(self, epoch: int) -> list[int]:
-        """Return after how many samples of an epoch the run was stopped."""
+        """Return the numbers of samples after which the run was stopped in an epoch."""
         return [samples for number, samples in self.stopped if number == epoch]
 
     def _epoch(self, epoch: int, places: list[int]) -> Iterator[Step]:
@@ -177,20 +179,20 @@ class _Run:
                     return
                 yield (samples := [_samples_of(batch) for batch in step if batch is not None])
                 done += sum(map(len, samples))
-            iterators = []  # which end with their loader
+            iterators = []  # they end with their loader
             state = self._stop(epoch, done)
             for loader in self._loaders:
                 _set_epoch(loader, epoch)
             iterators = [iter(loader) for loader in self._loaders]
-            set_shared_state(state)  # what iter() draws, a run without a stop drew long before
+            set_shared_state(state)  # undo the draws of iter(): a run without a stop made them long before
 
     def _stop(self, epoch: int, done: int) -> Any:
-        """Build the loaders again from their states; return the states of the global RNGs, which are set too."""
+        """Rebuild the loaders from their states; set and return the states of the global RNGs."""
         state = shared_state()
         states = [pickle.loads(pickle.dumps(loader.state_dict())) for loader in self._loaders]
         self._close()
         self.stopped.append((epoch, done))
-        _seed(len(self.stopped))  # as a new process has it
+        _seed(len(self.stopped))  # a new process starts with other states
         self._loaders = self._build()
         for rank, loader in enumerate(self._loaders):
             loader.load_state_dict(states[rank if rank < len(states) else 0])
@@ -222,7 +224,7 @@ def _seed(seed: int) -> None:
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader and its samplers which epoch begins; Lightning tells the samplers."""
+    """Call ``set_epoch`` on a loader and its samplers; Lightning calls it on the samplers."""
     batches = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for owner in {id(each): each for each in (loader, getattr(loader, "sampler", None), batches)}.values():
         if callable(set_epoch := getattr(owner, "set_epoch", None)):
@@ -230,10 +232,10 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _samples_of(batch: Any) -> list[str]:
-    """Return a word for each sample of a batch: its numbers and texts, or a digest where they are many."""
+    """Return one string per sample of a batch: its numbers and texts, or a digest if there are many."""
     leaves = list(_leaves(batch))
     lengths = {len(leaf) for leaf in leaves}
-    if len(lengths) != 1:  # not made of samples: one word for all
+    if len(lengths) != 1:  # not made of samples: one string for all
         return [_word([leaf[row] for leaf in leaves for row in range(len(leaf))])]
     return [_word([leaf[row] for leaf in leaves]) for row in range(lengths.pop())]
 
@@ -263,7 +265,7 @@ def _word(parts: list[Any]) -> str:
 
 
 def _samples(steps: list[Step]) -> list[str]:
-    """Return the samples of an epoch in the order in which ranks take them in turns."""
+    """Return the samples of an epoch in the order in which the ranks interleave them."""
     found = list[str]()
     for step in steps:
         for row in range(max(map(len, step))):
@@ -272,7 +274,7 @@ def _samples(steps: list[Step]) -> list[str]:
 
 
 def _fault(expected: list[str], got: list[str]) -> str:
-    """Say in which way an epoch differs."""
+    """Return a clause that says how an epoch differs."""
     twice, never = Counter(got) - Counter(expected), Counter(expected) - Counter(got)
     said = [
         f"{counts.total()} of {len(expected)} samples were seen {how} ({_named(counts)})"

@@ -95,7 +95,7 @@ def check_mismatch(refused, unknown, bound):
     assert "this program uses pytorch_lightning" in refused
     assert "lightning_turbo.bind_lightning('pytorch_lightning')" in refused
     assert "expected 'lightning.pytorch' or 'pytorch_lightning', got 'lightning'." in unknown
-    assert "lightning_turbo is bound to lightning.pytorch already, because no Lightning was" in bound
+    assert "lightning_turbo is already bound to lightning.pytorch, because no Lightning was" in bound
 
 
 def test_a_mismatch_is_explained(monkeypatch):
