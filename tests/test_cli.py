@@ -28,7 +28,7 @@ def test_help_is_fast_because_nothing_heavy_is_imported():
     code += "print([m for m in ('torch', 'lightning', 'pytorch_lightning', 'rich', 'numpy') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert shown.splitlines()[-1] == "[]"
-    assert "Find out what slows a training script" in shown
+    assert "Find what slows down a PyTorch Lightning training script" in shown
     commands = shown.partition("commands:\n")[2].splitlines()
     described = dict(line.split(maxsplit=1) for line in commands if line.startswith("    ") and line[4] != " ")
     assert {"pack", "convert", "doctor", "tune"} == described.keys() - {"COMMAND"}
@@ -116,7 +116,7 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert cli.main([*argv, "--size", "2x2x4", "--skip-broken"]) == 0
     said = capsys.readouterr()
     assert "1/3 files, 2 s left" in said.err
-    assert said.out.splitlines()[1].endswith("out.broken.txt: 1 files were left out")
+    assert said.out.splitlines()[1].endswith("out.broken.txt: 1 files were skipped")
     assert np.load("out/labels.npy").shape == (2, 2, 2, 4)
     assert "mode='L' does not go" in refused(capsys, *argv, "--overwrite", "--mode", "L")
     assert "classes=('a', 'b') does not go" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")

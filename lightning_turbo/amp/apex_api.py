@@ -39,9 +39,9 @@ _logger = logging.getLogger("lightning_turbo.amp")
 
 
 class _Session:
-    """What ``initialize`` set up, from there to ``end``, which takes all of it back.
+    """The state that ``initialize`` sets up, from there to ``end``, which undoes all of it.
 
-    ``casts`` says how the models compute; ``scalers`` has one scaler for each loss. All of them share one record of the
+    ``casts`` decides how the models compute; ``scalers`` holds one scaler per loss. The scalers share one record of the
     optimizers' gradients, because a step uses the gradients of every loss.
     """
 
@@ -55,10 +55,10 @@ class _Session:
             scaler.share_states(scalers[0])
 
     def attach(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        """Let the steps of an optimizer be skipped after an overflow, and run without O1's casts.
+        """Skip the steps of an optimizer after an overflow, and run its other steps without O1's casts.
 
-        As in apex ``step`` is replaced in the optimizer itself: hooks of a step cannot refuse it, and an optimizer
-        around another one may have none.
+        As in apex, ``step`` is replaced on the optimizer instance: step hooks cannot skip a step, and a wrapper around
+        an optimizer may have none.
         """
         self.casts.attach(optimizer, models)
         inner, earlier = optimizer.step, vars(optimizer).get("step")
@@ -67,12 +67,12 @@ class _Session:
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._step(optimizer, inner, args, kwargs)
 
-        # A method, because torch's schedules look for the function in it when they wrap it.
+        # A bound method, because torch's schedulers read the function inside it when they wrap it.
         ours = vars(optimizer)["step"] = types.MethodType(step, optimizer)
         self._cleanup.callback(_put_back_step, optimizer, ours, earlier)
 
     def start_casts(self, models: Sequence[nn.Module]) -> None:
-        """Begin O1's casts."""
+        """Start O1's casts."""
         casts, dtype = self.casts.function_casts, self.casts.properties.cast_model_outputs
         if casts is None:
             return
@@ -88,26 +88,26 @@ class _Session:
         self._cleanup.callback(casts.stop)
 
     def end(self) -> None:
-        """Leave models and optimizers as they were."""
+        """Restore models and optimizers."""
         self._cleanup.close()
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if _session is not self:  # it has ended, but a schedule still wraps this step
+        if _session is not self:  # the session has ended, but a scheduler still wraps this step
             return inner(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
         state = self.scalers[0].state_of(optimizer)
-        # One step is skipped, as in apex: a second one with the same gradients is not.
+        # As in apex, one step is skipped; a second step with the same gradients is not.
         skips = state.stage is GradientStage.UNSCALED and state.is_overflow()
         if closure is not None and (self.casts.keeps_masters or skips):
             raise AmpUsageError(
-                "optimizer.step(closure): at O2, and on a skipped step, a closure cannot run (as in apex). Call it "
+                "optimizer.step(closure): a closure cannot run at O2 or in a skipped step, as in apex. Call it "
                 "first, then step()."
             )
         try:
             if skips:
-                vars(optimizer)["_opt_called"] = True  # or torch's schedules warn that step() was forgotten
+                vars(optimizer)["_opt_called"] = True  # or torch's schedulers warn about a missing step()
                 return None
-            # O1's casts would touch the arithmetic of the update; a closure runs without them too, as in apex.
+            # O1's casts would change the arithmetic of the update. As in apex, a closure runs without them too.
             with disable_casts():
                 return inner(*args, **kwargs)
         finally:
@@ -116,7 +116,7 @@ class _Session:
 
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
-        """Around the backward pass of a loss, which adds to the gradients of other passes and losses."""
+        """Wrap the backward pass of a loss, which adds to the gradients of other passes and losses."""
         scaler = self.scalers[loss_id]
         for state in map(scaler.state_of, optimizers):
             if state.owner not in (None, scaler):
@@ -130,7 +130,7 @@ class _Session:
         self.casts.clear_cache()
 
     def settle(self, loss_id: int) -> None:
-        """Move the scale of a loss after a backward pass, and say if it overflowed."""
+        """Update the scale of a loss after a backward pass, and log an overflow."""
         scaler = self.scalers[loss_id]
         overflow = scaler.overflowed
         scaler.settle()
@@ -142,13 +142,13 @@ class _Session:
             _logger.warning(said, loss_id, scale)
         if scale == 0.0:
             raise AmpStateError(
-                f"Loss scaler {loss_id} has halved its scale down to zero, because the gradients of every pass were "
+                f"Loss scaler {loss_id} has reduced its scale to zero, because the gradients of every pass were "
                 "inf or NaN. Look for the first loss that is not finite."
             )
 
 
 def _put_back_step(optimizer: Optimizer, ours: Any, earlier: Any) -> None:
-    """Undo ``attach``, unless something wraps what it put in."""
+    """Undo ``attach``, unless something has wrapped its replacement."""
     if vars(optimizer).get("step") is ours:
         del vars(optimizer)["step"]
         if earlier is not None:
@@ -237,42 +237,42 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for O0, O1, O2 or O3, in place.
 
-    Call it after the models are on their device and before they are wrapped in DataParallel or
-    DistributedDataParallel, once for all models and optimizers: a second call ends what the first one began. At O2 the
-    models' parameters stay float32, and are what the optimizers update; they are cast while a model is called.
+    Call it once for all models and optimizers, after the models are on their device and before they are wrapped in
+    DataParallel or DistributedDataParallel. A second call undoes the first one. At O2 the models' parameters stay
+    float32 and the optimizers update them; half precision copies are used while a model is called.
 
     Args:
         models: A module or a list of modules, in float32.
         optimizers: An optimizer or a list of them, built on these models; ``None`` for evaluation.
-        enabled: ``False`` makes this do nothing, and ends all that was initialized before.
+        enabled: ``False`` does nothing but undo an earlier ``initialize``.
         opt_level: ``"O0"`` to ``"O3"``.
-        cast_model_type: Override of the level: dtype of weights and arithmetic.
-        patch_torch_functions: Override: ``False`` switches O1's casts off. Nothing of torch's is ever patched.
-        keep_batchnorm_fp32: Override: affine batch norm stays float32. Also the texts ``"True"`` and ``"False"``.
-        master_weights: Override: parameters stay float32 and are cast in calls; ``False`` makes them half.
-        loss_scale: Override: ``"dynamic"``, or a factor above zero, also as text.
-        cast_model_outputs: Override: dtype of the models' floating outputs.
-        num_losses: How many losses get a scaler of their own.
-        verbosity: 0 logs nothing; 1 warns of skipped steps in the logger ``lightning_turbo.amp``.
-        min_loss_scale: Floor of the dynamic scale.
-        max_loss_scale: Ceiling of the dynamic scale.
-        dtype: Beyond apex: the half dtype. ``None`` takes float16 for models on CUDA, bfloat16 elsewhere.
-        scale_window: Beyond apex: passes without overflow before the dynamic scale doubles.
-        keep_fp32_modules: Beyond apex: at O2 and O3, names of modules as in ``model.named_modules()``, or classes.
-            These compute in float32, with all that is below them.
-        cast_lists: Beyond apex: whose lists O1 obeys, ``"apex"`` or ``"torch"`` (those of ``torch.autocast``). ``None``
-            takes apex's with float16, and torch's, which ``ApexAMP`` has, with bfloat16.
+        cast_model_type: Overrides the level: dtype of weights and arithmetic.
+        patch_torch_functions: Overrides the level: ``False`` disables O1's casts. No torch function is ever patched.
+        keep_batchnorm_fp32: Overrides the level: affine batch norm stays float32. Also as ``"True"`` or ``"False"``.
+        master_weights: Overrides the level: parameters stay float32 and are cast in calls; ``False`` makes them half.
+        loss_scale: Overrides the level: ``"dynamic"`` or a factor above zero, also as a string.
+        cast_model_outputs: Overrides the level: dtype of the models' floating-point outputs.
+        num_losses: Number of losses with a scaler of their own.
+        verbosity: 0 logs nothing; 1 logs skipped steps as warnings to the logger ``lightning_turbo.amp``.
+        min_loss_scale: Lower limit of the dynamic scale.
+        max_loss_scale: Upper limit of the dynamic scale.
+        dtype: The half dtype (not in apex). ``None`` selects float16 for models on CUDA, bfloat16 elsewhere.
+        scale_window: Passes without overflow before the dynamic scale doubles (not in apex).
+        keep_fp32_modules: Names of modules as in ``model.named_modules()``, or classes, that compute in float32 at O2
+            and O3, together with their submodules (not in apex).
+        cast_lists: The lists that O1 follows (not in apex): ``"apex"``, or ``"torch"`` for those of ``torch.autocast``.
+            ``None`` selects apex's with float16 and torch's, as in ``ApexAMP``, with bfloat16.
 
     Returns:
-        The same objects: models alone if no optimizers were given, else the pair.
+        The same objects: the models alone without optimizers, otherwise the pair.
 
     Raises:
-        AmpUsageError: If the level or an override is refused, a model is wrapped or in half precision already, or an
-            optimizer comes a second time (``RuntimeError``, as in apex).
-        TypeError: If models or optimizers are neither an object of the right kind nor a list of them.
+        AmpUsageError: If the level or an override is invalid, a model is already wrapped or in half precision, or an
+            optimizer is passed twice (``RuntimeError``, as in apex).
+        TypeError: If ``models`` or ``optimizers`` has the wrong type.
 
     Warns:
-        TurboWarning: If an optimizer holds parameters that none of the models has, at O2 and O3.
+        TurboWarning: If an optimizer holds parameters of none of the models, at O2 and O3.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -285,7 +285,7 @@ def initialize(
         >>> model.weight.dtype, next(master_params(optimizer)) is model.weight
         (torch.float32, True)
 
-    Source: the calls of NVIDIA apex.amp.
+    Source: the API of NVIDIA apex.amp.
     """
     global _disabled, _session
     model_list = _as_list_of("models", models, nn.Module)
@@ -295,7 +295,7 @@ def initialize(
         shutdown()
         _disabled = True
         return result
-    expect(is_whole(num_losses, 1), "num_losses", num_losses, "a whole number from 1 on", AmpUsageError)
+    expect(is_whole(num_losses, 1), "num_losses", num_losses, "an integer of 1 or more", AmpUsageError)
     device_type = _device_type(model_list)
     half = half_dtype_for(device_type) if dtype is None else dtype
     casts = LevelCasts(
@@ -303,7 +303,7 @@ def initialize(
         device_type=device_type,
         dtype=dtype,
         keep_fp32_modules=keep_fp32_modules,
-        # apex's lists are of float16; bfloat16, which it never had, is cast as under ``ApexAMP``.
+        # apex's lists are for float16. bfloat16, which apex never had, is cast as under ``ApexAMP``.
         cast_lists=cast_lists or ("torch" if half is torch.bfloat16 else "apex"),
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
@@ -331,9 +331,9 @@ def initialize(
 
 
 def shutdown() -> None:
-    """End all that ``initialize`` set up: models and optimizers are as they were.
+    """Undo ``initialize``: models and optimizers are as before.
 
-    Beyond apex, whose casts last as long as the process. Weights keep what they have learned, in float32.
+    apex has no such call; its casts last until the process ends. Weights keep what they learned, in float32.
     """
     global _disabled, _session
     if _session is not None:
@@ -350,31 +350,32 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Scale a loss for its backward pass; at the exit unscale the gradients and settle the scale.
+    """Scale a loss for its backward pass; on exit, unscale the gradients and update the scale.
 
-    The scale is settled once per backward pass, as in apex. After an overflow the optimizers skip their next step.
+    The scale is updated once per backward pass, as in apex. After an overflow the optimizers skip their next step.
 
     Args:
-        loss: A scalar, of any floating dtype; it is taken to float32.
-        optimizers: The optimizer or list of optimizers whose gradients this backward pass makes.
-        loss_id: Which of the ``num_losses`` scalers to use.
-        model: Accepted for apex's sake and not needed.
-        delay_unscale: Leave the gradients scaled, for all micro-batches of an accumulation but the last. Needed under
-            DistributedDataParallel's ``no_sync``: gradients that are unscaled there are not averaged over the ranks.
-        delay_overflow_check: Accepted for apex's sake; the check is part of the unscaling.
+        loss: A scalar of any floating-point dtype; it is converted to float32.
+        optimizers: The optimizer or list of optimizers whose gradients the backward pass computes.
+        loss_id: Index of the scaler to use, below ``num_losses``.
+        model: Not used; accepted for compatibility with apex.
+        delay_unscale: Leave the gradients scaled: for all micro-batches of an accumulation except the last. Required
+            under DistributedDataParallel's ``no_sync``, because gradients unscaled there are not averaged over the
+            ranks.
+        delay_overflow_check: Not used; accepted for compatibility with apex. Unscaling includes the check.
 
     Yields:
         The loss to call ``backward`` on.
 
     Raises:
-        AmpStateError: If ``initialize`` was not called (``RuntimeError``, as in apex), or at the exit if overflow after
-            overflow has brought the dynamic scale to zero.
+        AmpStateError: If ``initialize`` was not called (``RuntimeError``, as in apex), or on exit if repeated overflows
+            have reduced the dynamic scale to zero.
         AmpLookupError: If there is no scaler ``loss_id`` (``IndexError``).
-        AmpUsageError: If an optimizer is none of the last ``initialize``.
+        AmpUsageError: If an optimizer was not passed to the last ``initialize``.
         TypeError: If ``optimizers`` is neither an optimizer nor a list of them.
 
     Note:
-        With a dynamic scale the exit fetches the overflow flag to the host, as apex's does.
+        With a dynamic scale, the exit copies the overflow flag to the host, as in apex.
     """
     if _disabled:
         yield loss
@@ -387,7 +388,7 @@ def scale_loss(
         raise AmpUsageError(
             f"amp.scale_loss: expected optimizers of the last amp.initialize, got another {foreign[0]}, which would "
             "step after an overflow. Initialize all models and optimizers in one call, as lists; or add the parameters "
-            "to a known one with optimizer.add_param_group."
+            "to a known optimizer with optimizer.add_param_group."
         )
     with session.backward(optimizer_list, loss_id, delay_unscale):
         yield session.scalers[loss_id].scale(loss)
@@ -396,15 +397,15 @@ def scale_loss(
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters that an optimizer updates, which are the model's own."""
+    """Yield the parameters that an optimizer updates; they are the model's own."""
     return params_of(optimizer)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return every scaler's state: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
+    """Return the state of every scaler: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
 
     Args:
-        destination: A dict to write to and return instead of a new one.
+        destination: A dict to fill and return instead of a new one.
 
     Raises:
         AmpStateError: If ``initialize`` was not called, or with ``enabled=False`` (``AttributeError``, as in apex).
@@ -416,15 +417,15 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take over the scalers' state, from here or from apex.
+    """Load the scalers' state, saved by this package or by apex.
 
-    More entries than there are scalers are left alone, fewer leave the others as they are; both are logged.
+    Surplus entries are ignored, and scalers without an entry keep their state; both are logged.
 
     Args:
-        state_dict: What ``state_dict`` returned.
+        state_dict: A result of ``state_dict``.
 
     Raises:
-        AmpUsageError: If a key is not of the form ``loss_scalerN`` (``RuntimeError``, as in apex).
+        AmpUsageError: If a key does not have the form ``loss_scalerN`` (``RuntimeError``, as in apex).
         KeyError: If an entry lacks ``loss_scale`` or ``unskipped``.
         AmpStateError: If ``initialize`` was not called.
     """
@@ -440,7 +441,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Cast nothing inside this context; without effect where nothing is cast. Under ``ApexAMP`` too."""
+    """Disable O1's casts inside the block, also under ``ApexAMP``; no effect at other levels."""
     casts = registration.casts_in_force()
     with contextlib.nullcontext() if casts is None else torch.autocast(casts.device_type, enabled=False):
         yield
@@ -448,11 +449,11 @@ def disable_casts() -> Iterator[None]:
 
 def _need_session(call: str) -> _Session:
     if _disabled:
-        raise AmpStateError(f"amp.{call}: initialize was called with enabled=False, so there are no loss scalers.")
+        raise AmpStateError(f"amp.{call}: initialize was called with enabled=False, so there is no loss scaler.")
     if _session is None:
         raise AmpStateError(
-            f"amp.{call} was called before amp.initialize. Call initialize first; or, in a LightningModule that a "
-            "Trainer with ApexAMP trains, leave it out: return the loss, or call self.manual_backward(loss)."
+            f"amp.{call} was called before amp.initialize. Call initialize first; or, in a LightningModule under a "
+            "Trainer with ApexAMP, remove the call: return the loss, or call self.manual_backward(loss)."
         )
     return _session
 
@@ -464,7 +465,7 @@ def _is_known(optimizer: Optimizer) -> bool:
 def _as_list_of(name: str, value: Any, kind: type) -> list[Any]:
     values = value if type(value) is list else [value]
     valid = all(issubclass(type(item), kind) for item in values)  # a wrapper may claim another class
-    expected = f"a {kind.__module__}.{kind.__name__} or a list of them (of a wrapper, as LARC, the object in it)"
+    expected = f"a {kind.__module__}.{kind.__name__} or a list of them (for a wrapper such as LARC, its content)"
     expect(valid, name, value, expected, TypeError)
     return list(values)
 
@@ -477,7 +478,7 @@ def _device_type(models: Sequence[nn.Module]) -> str:
 def _check_model(model: nn.Module, casts: LevelCasts) -> None:
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise AmpUsageError(
-            f"amp.initialize: expected the model itself, got a {type(model).__name__} around it. Wrap it afterwards."
+            f"amp.initialize: expected an unwrapped model, got a {type(model).__name__}. Wrap the model afterwards."
         )
     refuse_half(model, HALF_DTYPES if casts.keeps_masters else [torch.float16, casts.dtype])
 
@@ -485,8 +486,8 @@ def _check_model(model: nn.Module, casts: LevelCasts) -> None:
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     if len(set(optimizers)) < len(optimizers) or any(map(_is_known, optimizers)):
         raise AmpUsageError(
-            "amp.initialize: expected each optimizer once, got one again. Build new optimizers, or call amp.shutdown() "
-            "before a new initialize."
+            "amp.initialize: expected each optimizer once, got one twice. Create new ones, or call amp.shutdown() "
+            "before initializing again."
         )
     params = (param for optimizer in optimizers for param in params_of(optimizer))
     odd = {param.dtype for param in params if not isinstance(param, nn.Parameter)} - {torch.float32, *HALF_DTYPES}

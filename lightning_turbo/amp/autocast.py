@@ -1,4 +1,4 @@
-"""O1: what runs in which dtype, decided function by function."""
+"""O1: decides for each function in which dtype it runs."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ __all__ = ["BannedFunctionError", "FunctionCasts", "to_widest"]
 
 
 def to_widest(value: Any) -> Any:
-    """Return ``value`` with its floating tensors in the widest dtype among them."""
+    """Return ``value`` with its floating-point tensors cast to the widest dtype among them."""
     dtypes = _float_dtypes(value)
     return value if len(dtypes) < 2 else cast_floats(value, functools.reduce(torch.promote_types, dtypes))
 
 
 def _float_dtypes(value: Any, counts: Callable[[Tensor], bool] = torch.is_floating_point) -> list[torch.dtype]:
-    """Return the floating dtypes among the tensors of ``value`` that count, each once."""
+    """Return the distinct floating-point dtypes among the tensors of ``value`` for which ``counts`` is true."""
     found: dict[torch.dtype, None] = {}
     map_tensors(value, lambda t: (found.setdefault(t.dtype) if counts(t) else None, t)[1])
     return list(found)
 
 
 class FunctionCasts:
-    """The casts of O1 around functions: autocast, and on top of it apex's lists.
+    """The casts of O1 around functions: autocast, with apex's lists on top.
 
     Args:
-        device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``; tensors elsewhere are left alone.
+        device_type: Device type of the model, such as ``"cuda"`` or ``"cpu"``; tensors elsewhere are not cast.
         dtype: The half dtype.
-        lists: ``"torch"`` for autocast alone, which costs nothing per call; ``"apex"`` to obey apex's lists where
-            autocast does not (layer_norm and gelu on a CPU, gelu on CUDA, banned functions, ...), which costs a
-            few microseconds for every call of a torch function.
+        lists: ``"torch"`` uses autocast alone, at no cost per call. ``"apex"`` follows apex's lists where autocast
+            differs (layer_norm and gelu on a CPU, gelu on CUDA, banned functions, ...), at a few microseconds for every
+            call of a torch function.
 
     Raises:
-        AmpUsageError: If ``lists`` is neither.
+        AmpUsageError: If ``lists`` is anything else.
 
     Note:
-        A weight is cast at each use: autocast's cache would keep what it was before a change.
+        A weight is cast at each use, because autocast's cache would keep the old value after a change.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, lists: str) -> None:
@@ -62,19 +62,19 @@ class FunctionCasts:
         self._entered: contextlib.ExitStack | None = None
 
     def __reduce__(self) -> Any:
-        # Not every function of torch's can be pickled. What is registered is so again when training begins.
+        # Some torch functions cannot be pickled. Registered functions are registered again when training starts.
         return FunctionCasts, (self.device_type, self.dtype, self._lists)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that casts on this thread."""
+        """Return a context manager that casts on this thread."""
         casts = torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
         return casts if self._mode is None else _both(casts, self._mode)
 
     def backward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which nothing is cast, for the backward pass.
+        """Return a context manager for the backward pass, inside which nothing is cast.
 
-        But a checkpointed forward pass, run again with its own autocast state, comes to the same dtypes as the first
-        time.
+        A checkpointed forward pass is the exception: it restores its own autocast state and gets the same dtypes as the
+        first time.
         """
         lists = None if self._entered is not None else self._mode  # start() has entered them on this thread
         if not torch.is_autocast_enabled(self.device_type):
@@ -83,28 +83,28 @@ class FunctionCasts:
         return off if lists is None else _both(off, lists)
 
     def clear_cache(self) -> None:
-        """Drop the casts that are kept."""
+        """Drop the cached casts."""
         torch.clear_autocast_cache()
 
     def start(self) -> None:
-        """Cast on this thread from now on until ``stop``, as ``apex.amp.initialize`` does for O1.
+        """Cast on this thread until ``stop``, as ``apex.amp.initialize`` does for O1.
 
-        In the threads of ``DataParallel`` autocast alone casts, which torch hands over to them.
+        In the threads of ``DataParallel``, to which torch passes the autocast state on, only autocast casts.
         """
         self._entered = contextlib.ExitStack()
         self._entered.enter_context(self.forward_context())
 
     def stop(self) -> None:
-        """End what ``start`` began."""
+        """Undo ``start``."""
         if self._entered is not None:
             self._entered.close()
             self._entered = None
 
     def register(self, function: Callable[..., Any], kind: str) -> None:
-        """Add a function of torch's to a list: ``"half"``, ``"float"`` or ``"promote"``."""
+        """Add a torch function to a list: ``"half"``, ``"float"`` or ``"promote"``."""
         if self._mode is None:
             self._mode = _ApexLists(self.device_type, self.dtype, {})
-        # What a program registers has the last word: autocast does not change it any more.
+        # The program's registration takes precedence: autocast no longer applies to the function.
         self._mode.actions[function] = (_CHANGES[kind], _ApexLists.leave_alone)
 
 
@@ -115,9 +115,9 @@ def _both(casts: torch.autocast, lists: _ApexLists) -> Iterator[None]:
 
 
 class _ApexLists(TorchFunctionMode):
-    """Obeys apex's lists wherever autocast is on, so that ``torch.autocast(enabled=False)`` is respected.
+    """Applies apex's lists wherever autocast is enabled, so that ``torch.autocast(enabled=False)`` is respected.
 
-    ``FunctionCasts`` makes one and enters it together with autocast.
+    ``FunctionCasts`` creates one and enters it together with autocast.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, actions: dict[Any, tuple[Any, Any]]) -> None:
@@ -128,7 +128,7 @@ class _ApexLists(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         action, kwargs = self.actions.get(func), kwargs or {}
-        # Functions made of others are looked into even where autocast is off: inside, it may be switched on.
+        # Composite functions are entered even if autocast is off, because it may be switched on inside them.
         if action is None or not (action is _LOOK_INTO or torch.is_autocast_enabled(self.device_type)):
             return func(*args, **kwargs)
         change, run = action
@@ -139,7 +139,7 @@ class _ApexLists(TorchFunctionMode):
         return tensor.is_floating_point() and tensor.device.type == self.device_type
 
     def cast(self, call: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> Any:
-        """Return the arguments of a call with their floating tensors in ``dtype``, or those alone that are ``only``."""
+        """Cast the floating-point tensors of a call to ``dtype``, or only those whose dtype is ``only``."""
 
         def change(tensor: Tensor) -> Tensor:
             wanted = tensor.dtype is not dtype and only in (None, tensor.dtype) and self.here(tensor)
@@ -147,7 +147,7 @@ class _ApexLists(TorchFunctionMode):
 
         return map_tensors(call, change)
 
-    # These change the arguments.
+    # These methods change the arguments.
 
     def nothing(self, func: Any, args: Any, kwargs: Any) -> Any:
         return args, kwargs
@@ -170,14 +170,14 @@ class _ApexLists(TorchFunctionMode):
     def refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.dtype in _float_dtypes((args, kwargs), self.here):
             name = func.__name__
-            instead = cast_lists.BANNED["torch.nn.functional"].get(name) or f"{name.rstrip('_')}, which is not in place"
+            instead = cast_lists.BANNED["torch.nn.functional"].get(name) or f"the out-of-place {name.rstrip('_')}"
             raise BannedFunctionError(
                 f"O1 refuses {name} on a {self.dtype} tensor: it is unsafe in half precision. Use {instead}; or cast "
                 "its inputs to float32 and call it under torch.autocast(..., enabled=False)."
             )
         return args, kwargs
 
-    # These run the function.
+    # These methods run the function.
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -197,9 +197,9 @@ class _ApexLists(TorchFunctionMode):
 
 @functools.cache
 def _without_its_own_dispatch(func: Any) -> Any:
-    """Return a copy of a Python function of torch's that does not hand itself over to the modes in force.
+    """Return a copy of a torch function written in Python that does not dispatch to the active modes.
 
-    Called from a mode, the original would come back to it for ever; the calls inside the copy come to it once each.
+    Called from a mode, the original would call the mode again without end; the copy dispatches only its inner calls.
     """
     no = dict.fromkeys(_DISPATCH_CHECKS, lambda *_: False)
     copy = types.FunctionType(
@@ -214,7 +214,7 @@ _DISPATCH_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch
 
 _CHANGES = {"half": _ApexLists.half, "float": _ApexLists.float, "promote": _ApexLists.promote}
 _LOOK_INTO = (_ApexLists.nothing, _ApexLists.look_into)
-# How the arguments of the functions in a list change, and what runs them; the last list with a function counts.
+# For each list: how the arguments of its functions change, and how these run. The last list with a function wins.
 _ACTIONS: tuple[tuple[Mapping[str, Iterable[str]], tuple[Any, Any]], ...] = (
     (cast_lists.PROMOTE, (_ApexLists.promote, _ApexLists.call)),
     (cast_lists.HALF, (_ApexLists.half, _ApexLists.call)),
@@ -230,11 +230,11 @@ _ACTIONS: tuple[tuple[Mapping[str, Iterable[str]], tuple[Any, Any]], ...] = (
 
 
 class BannedFunctionError(AmpUsageError, NotImplementedError):
-    """A function that loses too much in half precision was called with a half tensor under O1."""
+    """A function that is too inaccurate in half precision was called with a half tensor under O1."""
 
 
 def _actions() -> Iterator[tuple[Any, tuple[Any, Any]]]:
-    """Yield each function with what is done with it."""
+    """Yield each function with its action."""
     for names, action in _ACTIONS:
         for namespace, functions in names.items():
             home: Any = torch.Tensor if namespace == "torch.Tensor" else importlib.import_module(namespace)

@@ -1,4 +1,4 @@
-"""What a level casts in one run: models, optimizers' state, and what encloses a forward pass."""
+"""The casts of one level in one run: models, optimizer states, and the context of a forward pass."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["LevelCasts"]
 
 
 class LevelCasts:
-    """The casts of a level, from ``convert`` to ``restore``; ``apex_api.py`` and the plugin ``ApexAMP`` use them.
+    """The casts of a level, from ``convert`` to ``restore``; used by ``apex_api.py`` and the plugin ``ApexAMP``.
 
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
-        device_type: Where the model trains, as ``"cuda"`` or ``"cpu"``.
-        dtype: The half dtype; ``None`` takes ``cast_model_type`` if that is one, else float16 on CUDA and bfloat16
-            elsewhere.
+        device_type: Device type of the model, such as ``"cuda"`` or ``"cpu"``.
+        dtype: The half dtype. ``None`` uses ``cast_model_type`` if that is a half dtype, otherwise float16 on CUDA and
+            bfloat16 elsewhere.
         keep_fp32_modules: Modules that compute in float32, by name or class.
         cast_lists: As in ``FunctionCasts``.
         **overrides: apex's overrides of the level, see ``resolve``.
 
     Raises:
-        AmpUsageError: If the level or an override is refused.
+        AmpUsageError: If the level or an override is invalid.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class LevelCasts:
                 f"keep_fp32_modules={keep_fp32_modules!r} contradicts {opt_level}, which casts no module. Leave it "
                 "out; at O1 run the function under torch.autocast(..., enabled=False)."
             )
-        self.input_dtype: torch.dtype | None = None  # to which a Trainer's batches are brought
+        self.input_dtype: torch.dtype | None = None  # the dtype to which a Trainer's batches are cast
         casts = FunctionCasts(device_type, self.dtype, cast_lists)
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.half_forward: HalfForward | None = None
         self.half_weights: HalfWeights | None = None
-        # Weakly: a program may replace them again and again, and what they have gathered is as large as the model.
+        # Weak references: a program may replace optimizers repeatedly, and their state is as large as the model.
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Casts that have begun, and optimizers, are of this process.
+        # Active casts and optimizers belong to this process.
         return {**vars(self), "optimizers": None, "half_forward": None, "half_weights": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,18 +80,18 @@ class LevelCasts:
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether parameters stay float32 and are cast inside of calls (O2), not half themselves (O3)."""
+        """Whether parameters stay float32 and are cast in calls (O2), instead of being half themselves (O3)."""
         return self.properties.casts_to_half and bool(self.properties.master_weights)
 
     def convert(self, roots: Sequence[nn.Module], *, steps: bool = False) -> None:
-        """Let the models compute as the level says.
+        """Make the models compute as the level requires.
 
         Args:
             roots: The models.
-            steps: Whether calls of the first model may be training steps, see ``HalfForward.register_hooks``.
+            steps: Whether calls of the first model may be training steps; see ``HalfForward.register_hooks``.
 
         Raises:
-            AmpUsageError: If a module cannot be cast: a TorchScript module, or a lazy one.
+            AmpUsageError: If a module cannot be cast: a TorchScript or a lazy module.
         """
         level = self.properties
         if level.cast_model_type is None:
@@ -110,7 +110,7 @@ class LevelCasts:
             self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
 
     def _kept_modules(self, roots: Sequence[nn.Module]) -> Iterable[nn.Module]:
-        """Return the modules that stay float32: those that were named, and kinds that need it."""
+        """Return the modules that stay float32: those named by the user, and types that need it."""
         kept = dict.fromkeys(find_kept(roots, self.keep_fp32_modules))
         for part in (part for root in roots for part in root.modules()):
             if needs_float32(part) or (self.keeps_masters and has_sparse_gradients(part)):
@@ -118,13 +118,13 @@ class LevelCasts:
         return kept
 
     def attach(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
-        """Bring an optimizer's state to the dtype of what it updates.
+        """Cast an optimizer's state to the dtype of the parameters that it updates.
 
         Raises:
-            AmpUsageError: At O3, if the optimizer does not move half weights, see ``refuse_fused_sgd``.
+            AmpUsageError: At O3, if the optimizer does not update half weights; see ``refuse_fused_sgd``.
 
         Warns:
-            TurboWarning: If the optimizer holds parameters that none of the models has, at O2 and O3.
+            TurboWarning: If the optimizer holds parameters of none of the models, at O2 and O3.
         """
         if self.half_weights is not None:
             refuse_fused_sgd(optimizer)
@@ -134,29 +134,29 @@ class LevelCasts:
         foreign = sum(param not in own for param in params_of(optimizer))
         if foreign and self.properties.casts_to_half:
             warnings.warn(
-                f"{type(optimizer).__name__} holds {foreign} parameters of no model, which "
-                f"{self.properties.opt_level} does not cast. Make them part of a model, or give amp.initialize every "
-                "model that the optimizer trains.",
+                f"{type(optimizer).__name__} holds {foreign} parameters that belong to no model, so "
+                f"{self.properties.opt_level} does not cast them. Make them part of a model, or give amp.initialize "
+                "every model that the optimizer trains.",
                 TurboWarning,
                 stacklevel=4,
             )
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
+        """Return the context manager of a forward pass."""
         active = self.function_casts or self.half_forward
         return contextlib.nullcontext() if active is None else active.forward_context()
 
     def backward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a backward pass, whose checkpointed forward passes are repeated as they were."""
+        """Return the context manager of a backward pass; checkpointed forward passes are repeated in it unchanged."""
         if self.half_forward is not None:
             self.half_forward.reset()
             return self.half_forward.autocast(enabled=False)
         return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_context()
 
     def clear_cache(self) -> None:
-        """Drop half copies of weights.
+        """Drop the half copies of weights.
 
-        After a backward pass, because they would take memory until the step; and after a step, whose optimizer may
+        Called after a backward pass, to free their memory until the step, and after a step, because an optimizer may
         write to ``weight.data``.
         """
         active = self.function_casts or self.half_forward
@@ -164,7 +164,7 @@ class LevelCasts:
             active.clear_cache()
 
     def restore(self) -> None:
-        """Give models and optimizers back as they were."""
+        """Restore models and optimizers."""
         if self.half_forward is not None:
             self.half_forward.remove()
         if self.half_weights is not None:
@@ -177,11 +177,11 @@ def _check_castable(model: nn.Module, opt_level: str) -> None:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise AmpUsageError(
-                f"{opt_level}: expected modules of Python, got a TorchScript module ({module.original_name}). Train "
-                "the module that it was made of, and script or trace that afterwards; or take O0 or O1."
+                f"{opt_level}: expected Python modules, got a TorchScript module ({module.original_name}). Train the "
+                "original module, and script or trace it afterwards; or use O0 or O1."
             )
         if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
             raise AmpUsageError(
-                f"{opt_level}: expected modules with weights, got a {type(module).__name__} that has not seen a batch "
-                "yet. Call the model on a batch before, as in configure_model."
+                f"{opt_level}: expected modules with weights, got a {type(module).__name__} that has not been called "
+                "yet. Call the model on a batch first, for example in configure_model."
             )

@@ -1,4 +1,4 @@
-"""torch's ``GradScaler`` with apex's limits, static scales, half gradients and state; the one owner of "skipped"."""
+"""torch's ``GradScaler`` with apex's limits, static scales, half gradients and state."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ __all__ = ["ApexGradScaler"]
 
 
 class ApexGradScaler(GradScaler):
-    """torch's ``GradScaler`` by apex's rules, with which ``ApexAMP`` and ``lightning_turbo.amp`` scale their losses.
+    """torch's ``GradScaler`` with apex's rules; ``ApexAMP`` and ``lightning_turbo.amp`` scale their losses with it.
 
-    It is used like torch's (``scale``, ``unscale_``, ``step``, ``update``). Beyond that the scale can be static and has
-    limits, gradients may be half precision, complex or sparse, a parameter of several optimizers is unscaled once, and
-    ``backward`` adds passes up. A dynamic scale lives on the device: with torch's fused optimizers no value comes to
-    the host, with others one at each step.
+    It has the interface of torch's (``scale``, ``unscale_``, ``step``, ``update``). In addition, the scale can be
+    static and has limits; gradients may be half precision, complex or sparse; a parameter shared by several optimizers
+    is unscaled once; and ``backward`` accumulates passes. A dynamic scale lives on the device: with torch's fused
+    optimizers no value is copied to the host, with others one per step.
 
-    A step in its order: ``scale`` multiplies the loss. ``backward`` stands around the backward pass and notes that
-    gradients are scaled now, or unscales them at once. ``prepare_step`` unscales those that still are, before hooks and
-    clipping look at them. ``step`` steps or skips, and ``settle`` moves the scale once for all passes since it was
-    settled last. ``ApexAMP`` calls all five, ``lightning_turbo.amp`` the first two and ``settle``. A loop written for
-    torch's scaler knows neither ``backward`` nor ``settle``: its gradients count as scaled until ``unscale_`` or
+    The calls of a step, in order: ``scale`` multiplies the loss. ``backward`` wraps the backward pass and records that
+    the gradients are scaled, or unscales them at once. ``prepare_step`` unscales those still scaled, before hooks and
+    clipping read them. ``step`` steps or skips, and ``settle`` updates the scale once for all passes since the last
+    ``settle``. ``ApexAMP`` makes all five calls, ``lightning_turbo.amp`` the first two and ``settle``. A loop written
+    for torch's scaler calls neither ``backward`` nor ``settle``: its gradients count as scaled until ``unscale_`` or
     ``step``, and again after ``update``.
 
-    What holds at any time: the ``GradientState`` of an optimizer, which ``state_of`` returns, knows whether its
-    gradients are scaled and whether they overflowed; nothing else does.
+    Invariant: only an optimizer's ``GradientState``, returned by ``state_of``, records whether its gradients are scaled
+    and whether they overflowed.
 
     Args:
-        loss_scale: ``"dynamic"``, or a static factor, finite and above zero. A static scale never looks for overflow,
-            and 1.0 switches the scaler off.
-        growth_interval: Updates without overflow in a row before the dynamic scale doubles; 1 or more.
-        min_scale: The dynamic scale does not fall below it on an overflow; ``None`` sets no floor.
-        max_scale: The dynamic scale does not grow above it.
+        loss_scale: ``"dynamic"``, or a static factor, finite and above zero. A static scale never checks for overflow,
+            and 1.0 disables the scaler.
+        growth_interval: Consecutive updates without overflow before the dynamic scale doubles; 1 or more.
+        min_scale: An overflow does not reduce the dynamic scale below this; ``None`` sets no limit.
+        max_scale: The dynamic scale does not grow above this.
 
     Raises:
-        AmpUsageError: If a limit is not a finite number above zero, they are crossed, or the interval is below 1.
+        AmpUsageError: If a limit is not a finite number above zero, ``min_scale`` exceeds ``max_scale``, or
+            ``growth_interval`` is below 1.
 
     Example:
         >>> from lightning_turbo import ApexAMP, ApexGradScaler
@@ -76,7 +77,7 @@ class ApexGradScaler(GradScaler):
         if min_scale is not None:
             _check_scale("min_scale", min_scale)
             expect(min_scale <= max_scale, "min_scale", min_scale, f"at most max_scale={max_scale!r}", AmpUsageError)
-        number = "a whole number from 1 on"
+        number = "an integer of 1 or more"
         expect(is_whole(growth_interval, 1), "growth_interval", growth_interval, number, AmpUsageError)
         self.dynamic = loss_scale == "dynamic"
         if not self.dynamic:
@@ -84,16 +85,16 @@ class ApexGradScaler(GradScaler):
         self.min_scale = min_scale
         self.max_scale = float(max_scale)
         initial = min(INITIAL_DYNAMIC_SCALE, self.max_scale) if self.dynamic else float(loss_scale)
-        # The scale itself is made on the device of the first loss; "cpu" asks for no CUDA before.
+        # The scale is created on the device of the first loss; "cpu" avoids initializing CUDA before.
         super().__init__("cpu", init_scale=initial, growth_interval=growth_interval)
         self._enabled = self.dynamic or initial != 1.0
         self._states: WeakKeyDictionary[Optimizer, GradientState] = WeakKeyDictionary()
-        self._passes: list[Tensor] = []  # what the passes since the scale was settled found
+        self._passes: list[Tensor] = []  # the overflow flags of the passes since the last settle()
         self._needs_update = False
-        self.skipped_steps: Tensor | int = 0  # a tensor where fused optimizers skip by themselves
+        self.skipped_steps: Tensor | int = 0  # a tensor if fused optimizers skip on the device
 
     def __getstate__(self) -> dict[str, Any]:
-        # Gradients and their optimizers are of this process.
+        # Gradients and optimizers belong to this process.
         return {**super().__getstate__(), "_states": None, "_passes": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,12 +112,12 @@ class ApexGradScaler(GradScaler):
 
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], *, unscale: bool) -> Iterator[None]:
-        """Around the backward pass of a scaled loss, which adds to the gradients that are there.
+        """Wrap the backward pass of a scaled loss, which adds to the existing gradients.
 
         Args:
-            optimizers: Whose gradients the pass makes.
-            unscale: ``True`` unscales them after the pass, so that all gradients are unscaled. ``False`` leaves them
-                scaled until ``unscale_`` or a pass with ``True``; unscaled ones of before are scaled again.
+            optimizers: The optimizers whose gradients the pass computes.
+            unscale: ``True`` unscales after the pass, so that all gradients are unscaled. ``False`` leaves them scaled
+                until ``unscale_`` or a pass with ``True``; gradients that were unscaled before are scaled again.
         """
         if not self._enabled:
             yield
@@ -125,8 +126,8 @@ class ApexGradScaler(GradScaler):
         if unscale:
             for optimizer in optimizers:
                 self.state_of(optimizer).look_again([before[p] for p in params_of(optimizer) if p in before])
-            # Taken away, so that the pass makes gradients of its own, whose overflow alone moves the scale, as in apex.
-            # Of views into DDP's buckets copies are kept.
+            # Removed, so that the pass creates its own gradients: as in apex, only their overflow changes the scale.
+            # Views into DDP's buckets are cloned.
             for param in before:
                 param.grad = None
             before = {param: grad.clone() if grad._is_view() else grad for param, grad in before.items()}
@@ -138,11 +139,11 @@ class ApexGradScaler(GradScaler):
             yield
 
     def _run_unscaled(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Let a pass make its gradients, unscale them and add those of before; these alone are left if it fails."""
+        """Run a pass, unscale its gradients and add the earlier ones; restore these alone if the pass fails."""
         try:
             yield
         except BaseException:
-            # What a part of the pass has made is scaled, and would count as unscaled.
+            # An incomplete pass leaves scaled gradients, which would count as unscaled.
             for param in {p for o in optimizers for p in params_of(o)} - self._scaled_parameters(optimizers):
                 param.grad = before.get(param)
             raise
@@ -150,18 +151,18 @@ class ApexGradScaler(GradScaler):
         found = self._unscale(made)
         _add(before)
         for optimizer in optimizers:
-            # An overflow is one of all optimizers that the pass made gradients for, as in apex.
+            # As in apex, an overflow counts for every optimizer whose gradients the pass computed.
             self.state_of(optimizer).add_unscaled_pass(found if optimizer in made else None)
 
     def _unscaled_gradients(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
-        """Return the gradients of earlier passes that are unscaled already, by parameter."""
+        """Return the gradients of earlier passes that are already unscaled, by parameter."""
         if all(map(self._is_scaled, optimizers)):
             return {}
         scaled = self._scaled_parameters(optimizers)
         return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
 
     def _scaled_parameters(self, optimizers: Sequence[Optimizer]) -> set[Tensor]:
-        """Return the parameters whose gradients wait to be unscaled; one that two optimizers share if one waits."""
+        """Return the parameters with scaled gradients; a shared one counts if any of its optimizers says so."""
         return {p for o in optimizers if self._is_scaled(o) for p in params_of(o)}
 
     def _is_scaled(self, optimizer: Optimizer) -> bool:
@@ -173,7 +174,7 @@ class ApexGradScaler(GradScaler):
                 grad.mul_(self._scale_on(grad.device).to(grad.device) if self.dynamic else self._init_scale)
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        """Return the dynamic scale; made on this device if it is not on another one yet."""
+        """Return the dynamic scale; create it on this device if it does not exist."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         scale, _ = self._check_scale_growth_tracker("scale")
@@ -181,8 +182,8 @@ class ApexGradScaler(GradScaler):
 
     @torch.no_grad()
     def _unscale(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
-        """Divide gradients by the scale in place; returns 1.0 or 0.0 on the device, ``None`` with a static scale."""
-        # A dict: a parameter of several optimizers counts once.
+        """Divide gradients by the scale in place. Return 1.0 or 0.0 on the device, ``None`` with a static scale."""
+        # A dict, because a parameter shared by several optimizers counts once.
         grads = list({p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None}.values())
         if not grads:
             return None
@@ -190,7 +191,7 @@ class ApexGradScaler(GradScaler):
         if not self.dynamic:
             torch._foreach_mul_([numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
             return None
-        # In float64, which MPS does not have, because a float32 division may round.
+        # In float64 (which MPS lacks), because a float32 division may round.
         scale = self._scale_on(grads[0].device)
         inverse = (scale if scale.device.type == "mps" else scale.double()).reciprocal().float()
         found = multiply_and_check(grads, inverse)
@@ -198,10 +199,10 @@ class ApexGradScaler(GradScaler):
         return found
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, and look for an overflow.
+        """Divide an optimizer's gradients by the scale and check them for overflow.
 
         Raises:
-            RuntimeError: If they are unscaled already, or a step has used them and no ``update`` came since.
+            RuntimeError: If they are already unscaled, or a step has used them without a later ``update``.
         """
         if not self._enabled:
             return
@@ -209,32 +210,31 @@ class ApexGradScaler(GradScaler):
         self._refuse_used("unscale_", state)
         if state.stage is GradientStage.UNSCALED:
             raise RuntimeError(
-                "unscale_: expected scaled gradients, got some that are unscaled already. Call it once between two "
-                "calls of update()."
+                "unscale_: expected scaled gradients, got unscaled ones. Call it once between two calls of update()."
             )
         state.unscaled(self._unscale([optimizer]))
 
     def _refuse_used(self, call: str, state: GradientState) -> None:
         if state.stage is GradientStage.STEPPED:
             raise RuntimeError(
-                f"{call}: expected the gradients of a new backward pass, got those that step() was called with. Call "
+                f"{call}: expected the gradients of a new backward pass, got those that step() has already used. Call "
                 "update() after step()."
             )
 
     # The step
 
     def state_of(self, optimizer: Optimizer) -> GradientState:
-        """Return what is known of an optimizer's gradients."""
+        """Return the state of an optimizer's gradients."""
         return self._states.setdefault(optimizer, GradientState())
 
     def share_states(self, other: ApexGradScaler) -> None:
-        """Know of gradients what another scaler knows, because a step uses the gradients of both their losses."""
+        """Share the gradient states of another scaler, because a step uses the gradients of both losses."""
         self._states = other._states
 
     def prepare_step(self, optimizer: Optimizer) -> None:
-        """Unscale an optimizer's gradients if they are scaled, and look at those that no pass has looked at.
+        """Unscale an optimizer's scaled gradients, and check gradients that no pass has checked.
 
-        These are what a step has used already, which a second one would use again, or what the program has written.
+        The latter are gradients that a step has used and a second step would reuse, or that the program has assigned.
         """
         state = self.state_of(optimizer)
         if not self._enabled or state.stage is GradientStage.UNSCALED:
@@ -246,20 +246,20 @@ class ApexGradScaler(GradScaler):
         state.unscaled(has_non_finite(grads) if self.dynamic and grads else None)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, or skip on overflow.
+        """Run the optimizer's step, or skip it on overflow.
 
-        torch's fused optimizers are given ``found_inf`` on the device and skip by themselves.
+        torch's fused optimizers receive ``found_inf`` on the device and skip there.
 
         Args:
-            optimizer: Its gradients are unscaled first if they are not.
-            *args: For ``optimizer.step``.
-            **kwargs: For ``optimizer.step``, a closure too.
+            optimizer: The optimizer. Its gradients are unscaled first if necessary.
+            *args: Arguments of ``optimizer.step``.
+            **kwargs: Arguments of ``optimizer.step``, including a closure.
 
         Returns:
-            What ``optimizer.step`` returned, ``None`` for a skipped step.
+            The result of ``optimizer.step``, ``None`` for a skipped step.
 
         Raises:
-            RuntimeError: If a step has used the gradients already and no ``update`` came since.
+            RuntimeError: If a step has already used the gradients without a later ``update``.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -273,25 +273,25 @@ class ApexGradScaler(GradScaler):
             return optimizer.step(*args, **kwargs)
         if _skips_by_itself(optimizer):
             self.skipped_steps = self.skipped_steps + found
-            optimizer.found_inf = found  # type: ignore[attr-defined]  # schedules read it too
+            optimizer.found_inf = found  # type: ignore[attr-defined]  # schedulers read it too
             try:
                 return optimizer.step(*args, **kwargs)
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
-        skips = state.is_overflow()  # the one value that comes to the host
+        skips = state.is_overflow()  # the only value copied to the host
         self.skipped_steps = self.skipped_steps + skips
         return None if skips else optimizer.step(*args, **kwargs)
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer's last step was skipped; waits for the device if it skips by itself."""
+        """Return whether an optimizer's last step was skipped; synchronizes with the device if it skips there."""
         state = self._states.get(optimizer)
         return state is not None and state.was_skipped()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Settle the scale, and begin again with gradients that count as scaled, as torch's does.
+        """Update the scale and let the next gradients count as scaled, like torch's scaler.
 
         Args:
-            new_scale: The scale to take instead.
+            new_scale: The scale to set instead.
         """
         for state in self._states.values():
             state.updated()
@@ -299,14 +299,14 @@ class ApexGradScaler(GradScaler):
             self.settle()
             return
         super().update(new_scale)
-        # What was found until now is of the old scale.
+        # The overflow flags so far belong to the old scale.
         self._passes = []
         self._needs_update = False
 
     def settle(self) -> None:
-        """Halve the scale after an overflow, count and perhaps double it otherwise.
+        """Halve the scale after an overflow; otherwise count, and double it when due.
 
-        Without effect if nothing was unscaled since it was settled last.
+        No effect if nothing was unscaled since the last call.
         """
         if not self._needs_update:
             return
@@ -324,18 +324,18 @@ class ApexGradScaler(GradScaler):
         )
         scale.clamp_(max=self.max_scale)
         if self.min_scale is not None:
-            # An overflow alone raises the scale to the floor, as in apex.
+            # As in apex, only an overflow raises the scale to the lower limit.
             torch.where(found > 0, scale.clamp(min=self.min_scale), scale, out=scale)
 
     @property
     def overflowed(self) -> bool:
-        """Whether a pass since the scale was settled overflowed; waits for the device."""
+        """Whether a pass since the last ``settle`` overflowed; synchronizes with the device."""
         return any(bool(found) for found in self._passes)
 
     # State
 
     def get_scale(self) -> float:
-        """Return the scale now, dimensionless; waits for the device if dynamic."""
+        """Return the current scale, dimensionless; synchronizes with the device if dynamic."""
         return super().get_scale() if self.dynamic else self._init_scale
 
     def _get_growth_tracker(self) -> int:
@@ -346,9 +346,10 @@ class ApexGradScaler(GradScaler):
         return {"loss_scale": self.get_scale(), "unskipped": self._get_growth_tracker()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state in apex's format; a scale above ``max_scale`` is kept, as in apex.
+        """Load a state in apex's format. As in apex, a scale above ``max_scale`` is kept.
 
-        A dynamic scale that has been steady for longer than this ``growth_interval`` doubles at the next such update.
+        A dynamic scale that has already been stable for ``growth_interval`` updates doubles at the next one without
+        overflow.
 
         Raises:
             KeyError: If ``loss_scale`` or ``unskipped`` is missing.
@@ -358,7 +359,7 @@ class ApexGradScaler(GradScaler):
         self._enabled = self.dynamic or scale != 1.0
         self._init_scale = scale
         self._init_growth_tracker = min(unskipped, self._growth_interval - 1) if self.dynamic else unskipped
-        # A scale that is on a device already is changed there; otherwise it is made of the initial one.
+        # A scale that already exists on a device is changed there; otherwise it is created from the initial one.
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(scale)
             self._growth_tracker.fill_(self._init_growth_tracker)
@@ -369,16 +370,16 @@ def _add(before: dict[Tensor, Tensor]) -> None:
     for param, grad in before.items():
         if param.grad is None:
             param.grad = grad
-        elif grad.is_sparse:  # to which nothing dense can be added
+        elif grad.is_sparse:  # a dense gradient cannot be added to it
             param.grad.add_(grad)
-        else:  # the same tensor as before, as without scaling
+        else:  # keeps the tensor object, as without scaling
             param.grad = grad.add_(param.grad)
 
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's ``step`` reads ``found_inf`` on the device: torch's own where they are fused.
+    """Return whether an optimizer's ``step`` reads ``found_inf`` on the device, like torch's fused optimizers.
 
-    Not on MPS, where those of older torch do not read it.
+    Not on MPS, where older versions of torch ignore it.
     """
     fused = type(optimizer) in (SGD, Adam, AdamW) and all(group.get("fused") for group in optimizer.param_groups)
     if not fused or any(param.device.type == "mps" for param in params_of(optimizer)):
@@ -387,7 +388,7 @@ def _skips_by_itself(optimizer: Optimizer) -> bool:
 
 
 def _makes_momentum(optimizer: SGD) -> bool:
-    """Whether a step makes memory for momentum, which stays uninitialised if the step skips by itself."""
+    """Return whether a step creates momentum buffers, which stay uninitialized if the step is skipped on the device."""
     with_momentum = (group for group in optimizer.param_groups if group["momentum"])
     params = (param for group in with_momentum for param in group["params"] if param.grad is not None)
     return any(optimizer.state.get(param, {}).get("momentum_buffer") is None for param in params)

@@ -1,4 +1,4 @@
-"""One call of a network at O2 or O3: half copies take the positions of float32 tensors, and give them back."""
+"""One call of a network at O2 or O3: half copies replace float32 tensors, which are restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_turbo.amp.levels import HALF_DTYPES
 
 __all__ = ["Copies", "HalfCall", "Position", "Written", "is_affine_batch_norm", "needs_cast", "positions_of"]
 
-# What a call wrote in a module: to a buffer, as a count or a queue; or what half precision would stop, as an average of
-# weights.
+# What a call wrote in a module: a buffer, such as a count or a queue, or something that half precision would freeze,
+# such as an average of weights.
 Written = Literal["buffer", "average"]
 
 
 class Position(NamedTuple):
-    """Where something stands that calls cast: under which name in which dict of a module."""
+    """Where a tensor that calls cast is stored: module, dict and name."""
 
     module: nn.Module
     holder: dict[str, Any]
@@ -29,33 +29,34 @@ class Position(NamedTuple):
 
 
 def positions_of(module: nn.Module, dtype: torch.dtype) -> list[Position]:
-    """Return the positions of one module whose tensors a call casts."""
+    """Return the positions in one module whose tensors a call casts."""
     named = module._parameters.items()
     weights = [Position(module, module._parameters, name, "weight") for name, each in named if needs_cast(each, dtype)]
     return [*_lists_of(module), *weights, *_buffers_of(module, dtype)]
 
 
 def _lists_of(module: nn.Module) -> Iterator[Position]:
-    """Yield where a module has its weights by other attributes, too."""
+    """Yield the positions of further attributes through which a module refers to weights."""
     own = vars(module)
     if isinstance(module, nn.RNNBase):
-        # It sees that its weights are others, and lists them again.
+        # The module notices the replaced weights and rebuilds these lists.
         yield from (Position(module, own, name, "rnn list") for name in _RNN_LISTS)
         return
-    # As a tied decoder that was handed the encoder's weight in a tuple.
+    # For example a tied decoder that holds the encoder's weight in a tuple.
     for name, value in own.items():
         if name not in _OWN_DICTS and _holds_weights(value):
             yield Position(module, own, name, "beside")
 
 
 def _buffers_of(module: nn.Module, dtype: torch.dtype) -> Iterator[Position]:
-    """Yield where a module has buffers that a call casts, or may make.
+    """Yield the positions of buffers that a call casts or may create.
 
-    Those of a module without weights keep their precision, as the frequencies of rotary positions need it.
+    Buffers of a module without weights keep their precision: the frequencies of rotary embeddings, for example, need
+    it.
     """
     has_weights = next(module.parameters(), None) is not None
     for name, tensor in module._buffers.items():
-        # One that is None may be made by a call; those of a norm without statistics are not.
+        # A call may create a buffer that is None, but not in a norm without statistics.
         may_be_made = tensor is None and not isinstance(module, _NormBase)
         if may_be_made or (has_weights and needs_cast(tensor, dtype)):
             yield Position(module, module._buffers, name, "buffer")
@@ -74,32 +75,32 @@ def _holds_weights(value: Any) -> bool:
 
 
 class HalfCall:
-    """A call that is under way: ``HalfForward`` begins it at the module's pre-hook and ends it at its hook.
+    """One call in progress, from the module's pre-hook to its hook; ``HalfForward`` begins and ends it.
 
-    From ``begin`` to ``end`` half copies stand in the positions of float32 tensors; ``end`` puts these back, whatever
-    happened in between, and lets them take what the call wrote to the copies. Version counters tell what it wrote, but
-    not what it wrote through ``.data``: a call that ``compares`` looks at the values.
+    Between ``begin`` and ``end``, half copies replace float32 tensors. ``end`` restores the tensors, whatever has
+    happened in between, and applies what the call wrote to the copies. Version counters show what was written, except
+    through ``.data``: a call that ``compares`` also compares values.
 
-    What was cast at a border is remembered until the end, so that a module that stays float32, or who gets the output,
-    is given the very tensor that was cast, and not what rounding left of it.
+    Tensors cast at a border are remembered until the end, so that a module that stays float32, or the recipient of the
+    output, gets the original tensor and not a rounded one.
     """
 
     def __init__(
         self, module: nn.Module, dtype: torch.dtype, casts_output: bool, compares: bool, autocast: Any
     ) -> None:
-        # A number, which torch.compile, as it traces the hooks of inner calls, can follow better than a module.
+        # An id, because torch.compile traces comparisons of ids better than of modules when it follows inner hooks.
         self.module_id = id(module)
         self.casts_output = casts_output
-        self.recursions = 0  # calls of the module within its own call
+        self.recursions = 0  # calls of the module inside its own call
         self._dtype = dtype
         self._compares = compares
         self._autocast = autocast
         self._swaps: list[tuple[Position, Any, Any]] = []
-        self._addresses: dict[int, int | None] = {}  # of half copies, by their ids, if it compares
-        self._originals: dict[int, tuple[Tensor, Tensor]] = {}  # by id of a half tensor: it, and what it was cast from
+        self._addresses: dict[int, int | None] = {}  # addresses of half copies by id, if it compares
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}  # id of a half tensor -> it and its original
 
     def begin(self, positions: Iterable[Position], copies: Copies) -> None:
-        """Put half copies into the positions."""
+        """Replace the tensors at the positions with half copies."""
         self._autocast.__enter__()
         keep = torch.is_grad_enabled()
         for position in positions:
@@ -114,7 +115,7 @@ class HalfCall:
                 self._swaps.append((position, wide, half))
 
     def end(self, copies: Copies) -> dict[nn.Module, Written]:
-        """End the call; returns the modules that it wrote to, with what it wrote there."""
+        """End the call. Return the modules that it wrote to, with what it wrote there."""
         self._autocast.__exit__(None, None, None)
         swaps, self._swaps = self._swaps, []
         self._originals.clear()
@@ -131,7 +132,7 @@ class HalfCall:
         return written
 
     def wide_tensors(self, module: nn.Module) -> dict[str, Any]:
-        """Return the attributes of a module that hold half copies now, with float32 tensors in them."""
+        """Return the attributes of a module that now hold half copies, with the float32 tensors instead."""
         own = vars(module)
         shown: dict[str, Any] = {}
         for (owner, holder, name, _), wide, _ in self._swaps:
@@ -147,20 +148,20 @@ class HalfCall:
     # Borders
 
     def cast_input(self, value: Any) -> Any:
-        """Cast what enters the network to half."""
+        """Cast the inputs of the network to half."""
         return map_tensors(value, self.narrow)
 
     def narrow(self, tensor: Tensor) -> Tensor:
-        """Return a floating tensor in half, and remember what it was."""
+        """Return a floating-point tensor in half, and remember the original."""
         if not tensor.is_floating_point() or tensor.dtype is self._dtype:
             return tensor
         half = tensor.to(self._dtype)
-        if not torch.compiler.is_compiling():  # whose graphs know no ids
+        if not torch.compiler.is_compiling():  # ids mean nothing in a graph
             self._originals[id(half)] = half, tensor
         return half
 
     def original(self, tensor: Tensor) -> Tensor:
-        """Return the very tensor that was cast to this one at a border of this call, else the tensor itself."""
+        """Return the tensor from which this one was cast at a border of this call, or the tensor itself."""
         if torch.compiler.is_compiling() or not self._originals:
             return tensor
         return self._originals.get(id(tensor), (tensor, tensor))[1]
@@ -168,13 +169,13 @@ class HalfCall:
     # What a call wrote
 
     def _put_back(self, position: Position, wide: Tensor | None, half: Tensor | None) -> Written | None:
-        """Let a float32 tensor take its position again; returns what was written to it, if it may add up."""
+        """Restore a float32 tensor. Return what was written to it, if that may accumulate."""
         module, holder, name, kind = position
         now, by_data = holder.get(name), False
-        if wide is None or half is None:  # a buffer that there was none of before the call
+        if wide is None or half is None:  # a buffer that did not exist before the call
             return self._widen_made(position, now)
-        # The copy stands there still, written to or not; or the module has put another buffer there; or something else,
-        # which stays.
+        # The position holds the copy, written to or not; or a new buffer from the module; or something else, which
+        # stays.
         if now is half:
             holder[name] = wide
             if not _was_written(position, half):
@@ -193,49 +194,49 @@ class HalfCall:
         return "buffer" if kind == "buffer" and not is_affine_batch_norm(module) else None
 
     def _widen_made(self, position: Position, made: Any) -> Written | None:
-        """Bring a buffer that the call has made to float32."""
+        """Cast a buffer that the call created to float32."""
         if not any(_is_new_buffer(made, dtype) for dtype in HALF_DTYPES):
             return None
         position.holder[position.name] = made.detach().float()
         return "buffer"
 
     def _differs(self, position: Position, wide: Tensor, half: Tensor) -> bool:
-        """Tell whether a call that compares wrote to a half copy through ``.data``, or set it; waits for the device."""
+        """Return whether a comparing call wrote to a copy through ``.data``, or set ``.data``; synchronizes."""
         address = self._addresses.get(id(half))
         if address is None:
             return False
         is_set = half.data_ptr() != address
-        if is_set and not isinstance(position.module, nn.RNNBase):  # which flattens its weights so
+        if is_set and not isinstance(position.module, nn.RNNBase):  # an RNN sets it to flatten its weights
             return True
         return not torch.allclose(wide.to(half.dtype), half, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class Copies:
-    """The half copies of weights; ``HalfForward`` has one of these, and clears it after backward passes and steps.
+    """A cache of the half copies of weights; ``HalfForward`` owns one and clears it after backward passes and steps.
 
-    In between, a weight that has not changed has the same copy in all calls, so that it is cast once.
+    In between, an unchanged weight has the same copy in all calls, so that it is cast only once.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # By id of a weight, because Python hashes a tensor ten times slower: it, what it was like, and its half copy.
-        # So too the lists in which a recurrent network keeps its weights, flattened for cuDNN.
+        # Keyed by the id of a weight, because Python hashes tensors ten times slower: the weight, its state, its half
+        # copy. It also holds the weight lists of recurrent networks, flattened for cuDNN.
         self._kept: dict[int, tuple[Any, Any, Any]] = {}
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all copies."""
         self._kept.clear()
 
     def of(self, wide: Any, *, keep: bool) -> Any:
-        """Return what takes the position of a tensor: itself if there is nothing to cast."""
+        """Return the replacement of a tensor: the tensor itself if there is nothing to cast."""
         if not needs_cast(wide, self.dtype):
             return wide
-        # What torch.func puts in place of a weight is cast with its graph, and not kept: it is of this call alone.
-        # Without gradients none is kept: what writes to ``weight.data`` between two evaluations, as the swap for
-        # averaged weights, leaves the version as it is.
+        # A replacement by torch.func is cast within its graph and not cached, because it belongs to this call. Without
+        # gradients nothing is cached: code that writes to ``weight.data`` between evaluations, such as a swap of
+        # averaged weights, leaves the version counter unchanged.
         if not keep or not isinstance(wide, nn.Parameter):
             return self._cast(wide)
-        # The address changes where somebody assigns to ``weight.data``, which leaves the version as it is.
+        # The address changes with an assignment to ``weight.data``, which leaves the version counter unchanged.
         state = (0 if wide.is_inference() else wide._version, wide.data_ptr(), wide.requires_grad)
         _, made_of, half = self._kept.get(id(wide), (None, None, None))
         if half is None or made_of != state:
@@ -244,46 +245,46 @@ class Copies:
         return half
 
     def _cast(self, wide: Tensor) -> Tensor:
-        return wide.to(self.dtype)  # in one line, because jit.trace compares where operations come from
+        return wide.to(self.dtype)  # one line for all, because jit.trace compares source locations
 
     def of_list(self, wide: Any, kind: str, *, keep: bool) -> Any:
-        """Return what takes the position of lists of weights.
+        """Return the replacement of a list of weights.
 
-        A recurrent network keeps its weights in a list too. While a call runs, the list of half weights of the last
-        call stands in its place, so that they are not flattened again; it makes another one if they changed.
+        A recurrent network also keeps its weights in a list. During a call, the list of half weights from the last call
+        replaces it, so that they are not flattened again; the network rebuilds the list if the weights changed.
         """
         if kind == "rnn list":
             return self._kept.get(id(wide), (wide, None, wide))[2]
         return map_tensors(wide, lambda each: self.of(each, keep=keep) if isinstance(each, nn.Parameter) else each)
 
     def keep_list(self, wide: Any, half: Any) -> None:
-        """Keep the list that a call has left in a recurrent network, for the next one."""
+        """Cache the list that a call left in a recurrent network, for the next call."""
         if half is not wide and torch.is_grad_enabled():
             self._kept[id(wide)] = wide, None, half
 
 
 def needs_cast(tensor: Tensor | None, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Tell whether a call casts a tensor: a floating one that is not in half, of whichever dtype, already."""
+    """Return whether a call casts a tensor: a floating-point one that is not half precision already."""
     return tensor is not None and tensor.is_floating_point() and tensor.dtype not in (dtype, *HALF_DTYPES)
 
 
 def is_affine_batch_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a batch norm with weights, whose float32 ``keep_batchnorm_fp32`` keeps."""
+    """Return whether a module is a batch norm with weights, which ``keep_batchnorm_fp32`` keeps in float32."""
     return isinstance(module, _BatchNorm) and module.affine
 
 
 def _was_written(position: Position, half: Tensor) -> bool:
-    # Flattening for cuDNN counts as a change, and batch norm's kernel does not count its changes.
+    # Flattening for cuDNN counts as a change, and the kernel of batch norm does not increase the version counter.
     if half.is_inference() or (position.kind == "weight" and isinstance(position.module, nn.RNNBase)):
         return False
     return half._version > 0 or (position.kind == "buffer" and isinstance(position.module, _NormBase))
 
 
 def _address_of(tensor: Any) -> int | None:
-    """Return where a tensor's numbers are; ``None`` for what stands in for one, as in an export or under torch.func."""
+    """Return the address of a tensor's data; ``None`` for a stand-in, such as in an export or under torch.func."""
     try:
         return tensor.data_ptr() if type(tensor) is Tensor else None
-    except RuntimeError:  # how torch says that it has none
+    except RuntimeError:  # torch raises this if there is no storage
         return None
 
 
@@ -293,8 +294,8 @@ def _is_new_buffer(now: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
 
 @torch.no_grad()
 def _take_changes(wide: Tensor, half: Tensor) -> None:
-    """Let a float32 tensor take the entries that a module has changed in its half copy; the others stay exact.
+    """Copy the entries that a module changed in a half copy to the float32 tensor; the others stay exact.
 
-    Through ``data``, which leaves its version as it is: the copy stays valid, and so does what autograd has saved.
+    Written through ``data``, which keeps the version counter: the copy and the tensors saved by autograd stay valid.
     """
     wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))

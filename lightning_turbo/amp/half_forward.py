@@ -1,11 +1,11 @@
-"""O2 and O3: a network computes in half precision while it is called.
+"""O2 and O3: a network computes in half precision during its calls.
 
-At O2 the network keeps its float32 parameters, and the optimizer updates them: they are the masters. When a call of
-the network begins, a half copy of each takes its position in ``module._parameters``; when the call ends, the float32
-parameters are back. The copies are made by ``parameter.to(half)``, so that autograd itself brings the gradients back
-in float32. Nothing has to know of masters: not the optimizer, not a callback, not a checkpoint.
+At O2 the network keeps its float32 parameters, the masters, and the optimizer updates them. When a call of the network
+begins, a half copy replaces each parameter in ``module._parameters``; when the call ends, the float32 parameters are
+restored. The copies are made with ``parameter.to(half)``, so autograd itself returns float32 gradients. Optimizers,
+callbacks and checkpoints need to know nothing about masters.
 
-At O3 the parameters are half all the time (``HalfWeights``), and only what goes in and comes out is cast.
+At O3 the parameters are half throughout (``HalfWeights``), and only inputs and outputs are cast.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from lightning_turbo.errors import AmpUsageError, TurboWarning
 __all__ = ["HalfForward", "cast_floats", "refuse_half"]
 
 _logger = logging.getLogger("lightning_turbo.amp")
-_untraced: Any = torch.compiler.disable  # whose signature does not know methods
+_untraced: Any = torch.compiler.disable  # its type stubs do not accept methods
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 _HINT = (
-    "While an O2 or O3 call runs, weights and inputs are half precision, and here an operation does not take that. "
-    "Keep the module that calls it in float32: keep_fp32_modules=[its name or its class]. Or, where a step calls a "
-    "layer's forward, call the layer itself, which casts what it is given: layer(x)."
+    "During an O2 or O3 call, weights and inputs are half precision, which this operation does not support. Keep the "
+    "module that calls it in float32: keep_fp32_modules=[its name or its class]. Or, if a step calls the forward of a "
+    "layer, call the layer itself, which casts its inputs: layer(x)."
 )
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with its floating tensors in ``dtype``, in any structure; ``value`` itself is not changed."""
+    """Return ``value`` with its floating-point tensors in ``dtype``, in any structure. ``value`` is not modified."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
 def refuse_half(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
-    """Refuse a model that trains weights in half precision. Those that do not train may be half, as a frozen encoder's.
+    """Raise an error if a model trains weights in half precision. Frozen weights may be half.
 
     Raises:
-        AmpUsageError: If a parameter that requires gradients has one of the dtypes; it is named.
+        AmpUsageError: If a parameter that requires gradients has one of the dtypes; the message names it.
     """
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     half = next((f"{weight.dtype} in {name!r}" for name, weight in trained if weight.dtype in refused), None)
     if half is not None:
         raise AmpUsageError(
-            f"{type(model).__name__}: expected a model in float32, got {half}. Do not call .half() on it or create it "
-            "under half precision: the level decides what becomes half. Weights that do not train may stay half: "
+            f"{type(model).__name__}: expected a model in float32, got {half}. Do not call .half() on it, or create it "
+            "in half precision: the level decides what becomes half. Frozen weights may stay half: "
             "requires_grad_(False)."
         )
 
 
 class _Plan:
-    """Where the tensors stand that a call of one module casts: found once, and kept until the modules below change.
+    """The positions of the tensors that a call of one module casts, cached until the modules below change.
 
-    ``HalfForward`` makes one when a module is called as the outermost for the first time, and drops it with the hooks
-    of the module. It holds the dicts of the modules, not the module that is called.
+    ``HalfForward`` creates a plan at the first outermost call of a module and drops it together with the module's
+    hooks. It refers to the dicts of the modules, not to the module that is called.
     """
 
     def __init__(self) -> None:
         self.positions: list[Position] = []
-        self.is_outermost = False  # whether the module was called on its own in a forward pass
-        self.calls_to_compare = 0  # training calls that still compare values, see HalfCall
+        self.is_outermost = False  # whether the module was the outermost call of a forward pass
+        self.calls_to_compare = 0  # remaining training calls that compare values, see HalfCall
         self._children: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._found: Any = None
@@ -81,7 +81,7 @@ class _Plan:
         return [*chain.from_iterable(map(dict.values, self._children))], [*chain.from_iterable(self._tensors)]
 
     def holds(self) -> bool:
-        """Tell whether the modules, and the names of their tensors, are those that were found."""
+        """Return whether the modules, and the names of their tensors, are unchanged."""
         return self._modules_and_names() == self._found
 
     def set_positions(self, root: nn.Module, positions: list[Position]) -> None:
@@ -97,33 +97,33 @@ class _Plan:
 
 
 class HalfForward:
-    """Casts where data enters and leaves networks, and puts half copies of weights in while they run.
+    """Casts the inputs and outputs of networks, and replaces their weights with half copies during calls.
 
-    ``LevelCasts`` makes one for a run at O2 or O3: ``keep`` and ``register_hooks`` begin it, ``remove`` ends it.
+    ``LevelCasts`` creates one for a run at O2 or O3. ``keep`` and ``register_hooks`` start it, ``remove`` ends it.
 
-    Only the outermost call puts copies in and casts outputs back. A module that is called inside of it casts its
-    inputs alone, so that a tensor that was promoted to float32 between two modules comes back to half.
+    Only the outermost call replaces weights and casts outputs back. An inner module casts only its inputs, so that a
+    tensor promoted to float32 between two modules becomes half again.
 
-    Outside of calls every parameter is the float32 one, in the backward pass too. Where activation checkpointing calls
-    a module again in a backward pass, copies are in for that call. Copies and pickles of a module, made at any time,
-    have no hooks of this object and float32 weights.
+    Outside calls every parameter is float32, in the backward pass too. When activation checkpointing calls a module
+    again in a backward pass, that call uses copies as well. A copy or pickle of a module, made at any time, has float32
+    weights and none of these hooks.
 
-    A module without others below it that writes to a buffer in a call, as to a count or a moving average, computes in
-    float32 from the next call on, so that small changes add up. One with others below it, which would all become
-    float32, is named in a warning. So does any module whose weights without gradients are written to, as those of a
-    momentum encoder, and one to which one of the first two training calls writes through ``.data``. The logger
-    ``lightning_turbo.amp`` reports this at DEBUG.
+    A module without submodules that writes to a buffer in a call, such as a count or a moving average, computes in
+    float32 from the next call on, so that small changes add up. A module with submodules, which would all become
+    float32, causes a warning instead. Any module also switches to float32 if its weights without gradients are written
+    to, as in a momentum encoder, or if one of the first two training calls writes to it through ``.data``. The logger
+    ``lightning_turbo.amp`` reports this at level DEBUG.
 
     Args:
         dtype: The half dtype.
-        output_dtype: Dtype of the floating outputs of the outermost call; ``None`` brings half ones to float32 and
-            leaves others as they are.
-        keep_batchnorm_fp32: Whether affine batch norm, synchronised too, keeps its float32 weights and statistics.
-        step_device: Where steps run under autocast, as ``"cuda"``: half weights need it outside of calls. Calls, and
-            modules that stay float32, run without.
+        output_dtype: Dtype of the floating-point outputs of the outermost call; ``None`` casts half outputs to float32
+            and leaves others unchanged.
+        keep_batchnorm_fp32: Whether affine batch norm, including synchronized, keeps float32 weights and statistics.
+        step_device: Device type whose autocast encloses steps, such as ``"cuda"``: half weights need it outside calls.
+            Calls, and modules that stay float32, run without autocast.
 
     Note:
-        Two threads must not call one model at the same time.
+        Two threads must not call one model concurrently.
     """
 
     def __init__(
@@ -138,40 +138,41 @@ class HalfForward:
         self.keep_batchnorm_fp32 = keep_batchnorm_fp32
         self._step_device = step_device
         self.has_half_weights = False
-        self._call: HalfCall | None = None  # the outermost one under way
+        self._call: HalfCall | None = None  # the outermost call in progress
         self._copies = Copies(dtype)
-        self._plans: dict[nn.Module, _Plan] = {}  # of modules that were an outermost call
+        self._plans: dict[nn.Module, _Plan] = {}  # of modules that have been outermost calls
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._kept: dict[nn.Module, _Float32Wrapper] = {}
         self._left_alone: set[nn.Module] = set()
-        self._returned_losses: set[str] = set()  # classes of networks that were named in a warning
+        self._returned_losses: set[str] = set()  # classes of networks that a warning has named
         self._step_owner: tuple[nn.Module, Any] | None = None
 
     def register_hooks(self, roots: Iterable[nn.Module], *, steps: bool = False) -> None:
-        """Watch the calls of networks and of the modules in them that have weights; each may be the outermost.
+        """Hook the networks and their modules with weights; each may be the outermost call.
 
-        Modules without weights, as losses and metrics, compute outside of calls in the dtype that they are given.
-        Modules whose weights are half already and do not train are left alone.
+        Modules without weights, such as losses and metrics, compute outside calls in the dtype of their inputs. Modules
+        with frozen half weights are left alone.
 
         Args:
-            roots: Whole networks, of which modules to keep in float32 are known already.
-            steps: Whether a root's call is a training step, and no call of the network, while its ``forward`` is not
-                its own: ``DistributedDataParallel`` is handed Lightning's steps so.
+            roots: Whole networks. The modules to keep in float32 must already be known.
+            steps: Whether calls of the first network are training steps, not network calls, while its ``forward`` is
+                replaced: this is how Lightning passes its steps through ``DistributedDataParallel``.
         """
         roots = list(roots)
         self._step_owner = (roots[0], roots[0].forward) if steps else None
         self._left_alone = {part for root in roots for part in find_left_alone(root)}
         parts = (part for root in roots for part in self.cast_modules(root) if _has_weights(part))
         for module in dict.fromkeys((*roots, *parts)):
-            # Before all other hooks, which then find half weights, as those of pruning that make a weight from others.
-            # The hook behind the call is registered where a call is the outermost: most modules never need it.
+            # Before all other hooks, which then see half weights, for example pruning hooks that compute a weight from
+            # others. The forward hook is registered at a module's first outermost call, because most modules never need
+            # it.
             self._attach(module, module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
         for root in roots:
             saves = root.register_state_dict_pre_hook(self._before_state)
             self._attach(root, saves, root.register_load_state_dict_pre_hook(self._before_state))
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """Let these modules, with all below them, compute in float32 wherever they are called."""
+        """Let these modules and their submodules compute in float32 wherever they are called."""
         for module in modules:
             for part in module.modules():
                 self._detach(part)
@@ -193,7 +194,7 @@ class HalfForward:
         return {} if self._call is None else self._call.wide_tensors(module)
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Remove all hooks and restore the modules."""
         self.reset()
         self.clear_cache()
         for module in [*self._handles]:
@@ -203,8 +204,8 @@ class HalfForward:
     def reset(self) -> None:
         """End the outermost call.
 
-        Its hook does, but after a ``KeyboardInterrupt``, when torch runs no hooks: then the next backward pass does, or
-        what asks for the state of a root or loads one.
+        Normally its hook does. torch runs no hooks after a ``KeyboardInterrupt``; then the next backward pass does, or
+        saving or loading the state of a network.
         """
         call, self._call = self._call, None
         written = {} if call is None else call.end(self._copies)
@@ -212,9 +213,9 @@ class HalfForward:
             name = type(module).__name__
             if module._modules and what == "buffer":
                 warnings.warn(
-                    f"{name} writes to a buffer of its own in a call, in half precision: a queue of features loses "
-                    "nothing by it, a count stops and an average stands still. Move such sums to a module without "
-                    f"others below it, or let all of it compute in float32: keep_fp32_modules=[{name}].",
+                    f"{name} writes to its own buffer in a call, in half precision. A queue of features is "
+                    "safe, but a count stops and an average freezes. Move such sums to a module without submodules, or "
+                    f"compute everything in float32: keep_fp32_modules=[{name}].",
                     TurboWarning,
                     stacklevel=2,
                 )
@@ -228,7 +229,7 @@ class HalfForward:
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Around a step: says what to do where an operation does not take half precision; the hooks do all else."""
+        """Wrap a step: add advice to errors about unsupported half precision. The hooks do everything else."""
         with self.autocast(enabled=True):
             try:
                 yield
@@ -237,34 +238,34 @@ class HalfForward:
                     error.args = (f"{error}\n{_HINT}",)
                 raise
             finally:
-                self.reset()  # before autocast ends, which a call that was broken off has left
+                self.reset()  # before autocast ends: an aborted call has switched it off
 
     def autocast(self, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return what switches autocast on or off where steps run under it."""
+        """Return a context manager that switches autocast on or off, if steps run under autocast."""
         if self._step_device is None:
             return contextlib.nullcontext()
         return torch.autocast(self._step_device, self.dtype, enabled=enabled, cache_enabled=False)
 
     def is_autocast_on(self) -> bool:
-        """Tell whether this is within a step that runs under autocast, and not within a call."""
+        """Return whether this is inside a step under autocast, but not inside a call."""
         return self._step_device is not None and torch.is_autocast_enabled(self._step_device)
 
     def clear_cache(self) -> None:
-        """Drop every half copy, because weights may have changed in ways that their version counters do not show."""
+        """Drop every half copy, because weights may have changed without an effect on their version counters."""
         self._copies.clear()
 
     @property
     def call(self) -> HalfCall | None:
-        """The outermost call under way."""
+        """The outermost call in progress."""
         return self._call
 
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
-        """Return the modules from ``root`` downwards whose own tensors are cast, each once."""
+        """Return ``root`` and the modules below it whose own tensors are cast, each once."""
         modules: list[nn.Module] = []
         waiting, seen = [root], set()
         while waiting:
             module = waiting.pop()
-            # A module may stand at several places.
+            # A module may occur in several places.
             if module in seen or module in self._kept or module in self._left_alone:
                 continue
             seen.add(module)
@@ -278,7 +279,7 @@ class HalfForward:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_entry = self._call is None
         if is_entry:
-            # What is exported in mid-run, as by ONNX, is the float32 network; half weights still need casts.
+            # An export during a run, for example to ONNX, gets the float32 network; half weights still need the casts.
             if self.has_half_weights or not _is_exporting():
                 self._begin(module)
             if self._call is None:
@@ -286,7 +287,7 @@ class HalfForward:
         elif self._call.module_id == id(module):  # type: ignore[union-attr]
             self._call.recursions += 1  # type: ignore[union-attr]
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype:
-            return None  # nothing to cast, as in most calls
+            return None  # nothing to cast, the common case
         if is_entry:
             return self._call.cast_input(args), self._call.cast_input(kwargs)  # type: ignore[union-attr]
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
@@ -304,7 +305,7 @@ class HalfForward:
             self._end()
 
     def _cast_output(self, module: nn.Module, call: HalfCall, output: Any) -> Any:
-        """Cast what leaves the network, and say once where a scalar, as a loss, was computed in half."""
+        """Cast the outputs of the network, and warn once if a scalar, such as a loss, was computed in half."""
         dtype = self.output_dtype
         scalars: list[Tensor] = []
 
@@ -327,21 +328,21 @@ class HalfForward:
             self._returned_losses.add(name)
             bits = 8 if self.dtype is torch.bfloat16 else 11
             warnings.warn(
-                f"{name} returns a scalar that it computed in {self.dtype}, with {bits} bits. A loss that is logged so "
-                "may seem to stand still, which ends runs and chooses checkpoints. Compute it outside of the network, "
-                "from what that returns, or in a module in it that keep_fp32_modules names; or take O1.",
+                f"{name} returns a scalar that it computed in {self.dtype}, with {bits} bits. A logged loss may then "
+                "seem constant, which misleads early stopping and checkpointing. Compute it outside the network, from "
+                "its outputs, or in a submodule named in keep_fp32_modules; or use O1.",
                 TurboWarning,
                 stacklevel=2,
             )
 
     @_untraced
     def _begin(self, module: nn.Module) -> None:
-        """Begin an outermost call, if this is a call of the network at all."""
+        """Begin an outermost call, unless this is a training step."""
         is_step = self._step_owner is not None and self._step_owner[0] is module
         if is_step and module.forward != self._step_owner[1]:  # type: ignore[index]
             return
         if "_is_replica" in vars(module):
-            raise AmpUsageError("O2 and O3: expected one process a device, got DataParallel. Train with DDP.")
+            raise AmpUsageError("O2 and O3: expected one process per device, got DataParallel. Train with DDP.")
         plan = self._plans.get(module)
         if plan is None:
             plan = self._plans[module] = _Plan()
@@ -349,7 +350,7 @@ class HalfForward:
         if not plan.holds():
             places = [place for part in self.cast_modules(module) for place in positions_of(part, self.dtype)]
             plan.set_positions(module, places)
-        # A module that a backward pass calls again gives what it gave before: half, if it was called inside of another.
+        # Recomputed in a backward pass, a module must return what it returned before: half, if it was an inner module.
         plan.is_outermost = plan.is_outermost or not _in_backward_pass()
         compares = plan.calls_to_compare > 0 and module.training and not torch.jit.is_tracing()
         plan.calls_to_compare -= compares
@@ -365,15 +366,15 @@ class HalfForward:
 
 
 class _Float32Wrapper:
-    """The hooks of a module that stays float32, from ``HalfForward.keep`` until they are removed.
+    """The hooks of a module that stays float32, from ``HalfForward.keep`` until their removal.
 
-    Whoever calls the module, it is given float32 tensors; it gives half ones back to a network that it is called in.
+    The module always receives float32 tensors, and returns half ones to an enclosing network call.
     """
 
     def __init__(self, forward: HalfForward) -> None:
         self._forward = forward
-        self._autocasts: list[Any] = []  # switched off, by calls of the module under way; None where it was off
-        self._is_inner = False  # whether the module was called inside of another, when it was called last
+        self._autocasts: list[Any] = []  # one entry per call in progress; None if autocast was off
+        self._is_inner = False  # whether its last call was inside another one
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._autocasts.append(self._switch_off() if self._forward.is_autocast_on() else None)
@@ -384,13 +385,13 @@ class _Float32Wrapper:
         if autocast is not None:
             self._switch_on(autocast)
         call = self._forward.call
-        # A backward pass may call it again on its own: it gives what it gave before.
+        # Recomputed on its own in a backward pass, it must return what it returned before.
         if call is not None or not _in_backward_pass():
             self._is_inner = call is not None
         return self._narrow(output) if self._is_inner else None
 
     def _widen(self, value: Any) -> Any:
-        """Bring what the module is given to float32: the very tensor that was cast, where there is one."""
+        """Cast the inputs of the module to float32, or replace them with the originals from which they were cast."""
         call = self._forward.call
 
         def widen(tensor: Tensor) -> Tensor:
@@ -401,7 +402,7 @@ class _Float32Wrapper:
         return map_tensors(value, widen)
 
     def _narrow(self, value: Any) -> Any:
-        """Bring what the module returns to half for the network around it; a scalar, as a loss, keeps its precision."""
+        """Cast the outputs to half for the enclosing network; a scalar, such as a loss, keeps its precision."""
         call = self._forward.call
 
         def narrow(tensor: Tensor) -> Tensor:

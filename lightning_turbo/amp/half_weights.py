@@ -1,4 +1,4 @@
-"""O3: weights that are half while a run lasts."""
+"""O3: weights that are half precision during a run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ __all__ = ["HalfWeights", "cast_state", "refuse_fused_sgd"]
 class HalfWeights:
     """The weights of O3: half precision until ``restore``, with a float32 ``state_dict``.
 
-    Float32 stays what a module that computes in float32 has too, and every buffer of a module without weights, as the
-    class weights of a loss, which may be called outside of the network: ``forward`` casts these in its calls.
+    What a module that computes in float32 also holds stays float32, and so does every buffer of a module without
+    weights, such as the class weights of a loss, which may be called outside the network; ``forward`` casts those
+    during its calls.
 
     Args:
-        forward: Says which modules are cast, and to what.
-        models: Whose parameters and buffers are cast, in place; the ``Parameter`` objects stay the same.
-        step_owner: The only model, if its training step is not its call. The step uses its own tensors, which stay too.
+        forward: Decides which modules are cast, and to which dtype.
+        models: Models whose parameters and buffers are cast in place; the ``Parameter`` objects stay the same.
+        step_owner: The only model, if its training step is not a call of it. Its own tensors, which the step uses, stay
+            float32 too.
     """
 
     def __init__(self, forward: HalfForward, models: Iterable[nn.Module], step_owner: nn.Module | None = None) -> None:
@@ -37,15 +39,15 @@ class HalfWeights:
         forward.has_half_weights = True
         roots = list(models)
         everywhere = {part for root in roots for part in root.modules()}
-        # Names of tensors that were half before the run, and stay so, as those of a frozen encoder.
+        # Names of tensors that were half before the run and stay half, for example in a frozen encoder.
         self._half_before = {part: names for part in everywhere if (names := _half_names(part))}
-        # By id of a half tensor: what it was like, and its float32 form, for as long as a copy is being made of it.
+        # Id of a half tensor -> its state and its float32 copy, which lives while a copy of the module is being made.
         self._wide: dict[int, tuple[Any, weakref.ref[Tensor]]] = {}
         modules = [module for root in roots for module in forward.cast_modules(root)]
         self._modules = weakref.WeakSet(modules)
         of_calls = [module for module in modules if module is not step_owner]
         self._make_all_half(of_calls, everywhere.difference(of_calls))
-        save = functools.partial(self._save_float32)  # on which torch sets an attribute
+        save = functools.partial(self._save_float32)  # torch sets an attribute on it
         self._handles = {module: module.register_state_dict_post_hook(save) for module in modules}
         for module, handle in self._handles.items():
             add_run_hooks(module, handle, plain_attributes=self._wide_attributes)
@@ -65,7 +67,7 @@ class HalfWeights:
             module.flatten_parameters()
 
     def restore(self, optimizers: Iterable[Optimizer]) -> None:
-        """Give modules their float32 back, what was added to them too, and optimizers theirs."""
+        """Give modules, including later additions, and optimizers their float32 tensors back."""
         for module, handle in self._handles.items():
             remove_run_hooks(module, [handle])
         for part in {part for module in self._modules for part in module.modules()}:
@@ -76,7 +78,7 @@ class HalfWeights:
         for optimizer in optimizers:
             cast_state(optimizer)
 
-    # What leaves the run: the state of the module, and copies of it
+    # What leaves the run: the module's state dict, and copies of the module
 
     def _save_float32(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         below = module.named_modules(prefix=prefix.removesuffix(".")) if self._half_before else ()
@@ -100,7 +102,7 @@ class HalfWeights:
         return wide
 
     def _wide_of(self, tensor: Any) -> Any:
-        """Return a tensor in float32, the same one each time, so that weights that are shared stay so in a copy."""
+        """Return a tensor in float32, always the same object, so that shared weights stay shared in a copy."""
         if tensor is None or tensor.dtype is not self.dtype:
             return tensor
         state = (tensor._version, tensor.data_ptr())
@@ -120,23 +122,23 @@ def _half_names(module: nn.Module) -> set[str]:
 
 
 def cast_state(optimizer: Optimizer) -> None:
-    """Bring what an optimizer has gathered to the dtype of its parameters, as torch does when it loads a state."""
+    """Cast an optimizer's state to the dtype of its parameters, as torch does when it loads a state."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def refuse_fused_sgd(optimizer: Optimizer) -> None:
-    """Refuse torch's fused SGD on a CPU where it leaves half weights as they are, as in torch 2.13 (issue 191763).
+    """Raise an error for torch's fused SGD on a CPU if it ignores half weights, as in torch 2.13 (issue 191763).
 
     Raises:
-        AmpUsageError: If the optimizer is one, and this torch does so.
+        AmpUsageError: If the optimizer is a fused SGD and this version of torch has the bug.
     """
     fused = [group for group in optimizer.param_groups if group.get("fused")] if type(optimizer) is SGD else []
     params = (param for group in fused for param in group["params"])
     if any(param.device.type == "cpu" and param.dtype in HALF_DTYPES for param in params) and not _moves_half_weights():
         raise AmpUsageError(
-            "O3: expected an SGD that updates half weights on a CPU, got SGD(fused=True), which leaves them as they "
-            f"are in torch {torch.__version__}. Leave out fused=True, or take O2."
+            "O3: expected an SGD that updates half weights on a CPU, got SGD(fused=True), which ignores them in torch "
+            f"{torch.__version__}. Leave out fused=True, or use O2."
         )
 
 

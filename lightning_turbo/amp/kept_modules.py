@@ -1,4 +1,4 @@
-"""Which modules compute in float32 at O2 and O3: those that the user names, and kinds that are known to need it."""
+"""Selects the modules that compute in float32 at O2 and O3: those that the user names, and types that need it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_turbo.errors import AmpUsageError
 
 __all__ = ["find_kept", "find_left_alone", "has_sparse_gradients", "needs_float32"]
 
-# By package and class, because none of the packages has to be installed: what computes with positions in an image,
-# which in half precision err by whole voxels; what casts to float32 itself; and what convolves with a buffer.
+# By package and class name, because the packages may not be installed: modules that compute image coordinates (off by
+# whole voxels in half precision), that cast to float32 themselves, or that convolve with a buffer.
 _KINDS = {
     ("monai", "DVF2DDF"),
     ("monai", "EMAQuantizer"),
@@ -28,13 +28,13 @@ _KINDS = {
 
 
 def find_kept(models: Iterable[nn.Module], keep_fp32_modules: Iterable[str | type[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that ``keep_fp32_modules`` names, by class or by their name in one of the models.
+    """Return the modules that ``keep_fp32_modules`` selects by class or by name in one of the models.
 
     Raises:
-        AmpUsageError: If no module has that name or class.
+        AmpUsageError: If an entry matches no module.
     """
     named = [pair for model in models for pair in model.named_modules()]
-    expected = "a name from model.named_modules(), as 'net.codebook', or a class of a module there"
+    expected = "a name in model.named_modules(), such as 'net.codebook', or the class of a module there"
     kept: dict[nn.Module, None] = {}
     for entry in keep_fp32_modules:
         found = [module for name, module in named if _is_meant(entry, name, module)]
@@ -48,25 +48,25 @@ def _is_meant(entry: Any, name: str, module: nn.Module) -> bool:
 
 
 def needs_float32(module: nn.Module) -> bool:
-    """Tell whether a module is of a kind that is known to go wrong in half precision.
+    """Return whether a module is of a type that is known to fail in half precision.
 
-    These are losses; what makes a weight from others, as ``orthogonal`` (torch's half gradient of it is NaN) and
-    ``spectral_norm``; instance norms without weights whose statistics add up; and a few modules of other packages.
+    These are losses; parametrizations such as ``orthogonal`` (torch's half gradient of it is NaN) and
+    ``spectral_norm``; instance norms without weights that accumulate statistics; and a few modules of other packages.
     """
     if isinstance(module, _InstanceNorm):
-        return module.track_running_stats and not module.affine  # one with weights is found by its first call
+        return module.track_running_stats and not module.affine  # its first call detects one with weights
     kind = type(module)
     is_known = (kind.__module__.partition(".")[0], kind.__name__) in _KINDS
     return is_known or isinstance(module, (_Loss, ParametrizationList))
 
 
 def has_sparse_gradients(module: nn.Module) -> bool:
-    """Tell whether the weight gets sparse gradients, which a cast cannot pass on."""
+    """Return whether the module's weight gets sparse gradients, which a cast does not propagate."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def find_left_alone(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose weights are all half already and do not train, as of a frozen encoder."""
+    """Yield the modules whose weights are all half and frozen, for example in a frozen encoder."""
     for module in root.modules():
         weights = [*module.parameters()]
         if weights and all(weight.dtype in HALF_DTYPES and not weight.requires_grad for weight in weights):

@@ -1,4 +1,4 @@
-"""The table of O0-O3 and which override is legal at which level: pure data and checks, no tensors."""
+"""The table of levels O0-O3 and their valid overrides: data and checks, no tensors."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ OptLevel = Literal["O0", "O1", "O2", "O3"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-# The first scale of a dynamic loss scaler, apex's value.
+# Initial value of a dynamic loss scale, as in apex.
 INITIAL_DYNAMIC_SCALE = 2.0**16
 
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What a level does, after the user's overrides.
+    """The properties of a level, after the user's overrides.
 
     ``None`` means that the property does not apply at this level.
     """
 
     opt_level: str
     cast_model_type: torch.dtype | None
-    """Dtype of weights, of the model's floating inputs and of its arithmetic; ``None`` leaves the model alone."""
+    """Dtype of weights, floating-point inputs and arithmetic; ``None`` leaves the model unchanged."""
     patch_torch_functions: bool
-    """Whether casts are inserted around functions (O1). The name is apex's; nothing is patched here."""
+    """Whether casts are inserted around functions (O1). The name is apex's; nothing is patched."""
     keep_batchnorm_fp32: bool | None
     """Whether affine batch norm keeps float32 weights and statistics when the model is cast."""
     master_weights: bool | None
     """Whether the optimizer updates float32 masters of half weights."""
     loss_scale: float | str
-    """A static factor above zero, or ``"dynamic"``."""
+    """A static factor above zero or ``"dynamic"``."""
     cast_model_outputs: torch.dtype | None = None
-    """Dtype of the model's floating outputs; ``None`` takes float32 when the model is cast."""
+    """Dtype of the model's floating-point outputs; ``None`` means float32 if the model is cast."""
 
     @property
     def casts_to_half(self) -> bool:
-        """Whether the model's weights become half precision."""
+        """Whether the model's weights are cast to half precision."""
         return self.cast_model_type in HALF_DTYPES
 
 
-# float16 here means the half dtype: resolve() puts in the one that is asked for.
+# float16 stands for the half dtype here: resolve() replaces it with the requested one.
 LEVELS = {
     level.opt_level: level
     for level in (
@@ -64,9 +64,9 @@ LEVELS = {
 
 
 def half_dtype_for(device_type: str) -> torch.dtype:
-    """Return what "half" means on a device: float16 on CUDA, bfloat16 elsewhere.
+    """Return the half dtype of a device type: float16 on CUDA, bfloat16 elsewhere.
 
-    Few CPUs compute in float16; several compute in bfloat16.
+    Few CPUs compute in float16; many compute in bfloat16.
     """
     return torch.float16 if device_type == "cuda" else torch.bfloat16
 
@@ -74,28 +74,28 @@ def half_dtype_for(device_type: str) -> torch.dtype:
 def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properties:
     """Return the properties of a level with the user's overrides applied and checked.
 
-    With bfloat16, whose exponent is float32's, no loss scale is needed: the default is then 1.0 at every level.
+    bfloat16 has the exponent range of float32 and needs no loss scale: the default is 1.0 at every level.
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``: the letter O and a digit.
         dtype: The half dtype, ``torch.float16`` or ``torch.bfloat16``.
-        **overrides: Any field of ``Properties`` but ``opt_level``; ``None`` keeps the level's own value.
+        **overrides: Any field of ``Properties`` except ``opt_level``; ``None`` keeps the level's value.
 
     Returns:
         The level's properties.
 
     Raises:
-        AmpUsageError: If the level is unknown or an override contradicts it (``RuntimeError`` and ``ValueError``).
-        AmpOverrideError: If ``keep_batchnorm_fp32`` or ``master_weights`` is no truth value (an
-            ``AssertionError`` too, as in apex).
-        TypeError: If ``dtype`` or an override of a dtype is no torch dtype.
+        AmpUsageError: If the level is unknown or an override contradicts it (a ``RuntimeError`` and a ``ValueError``).
+        AmpOverrideError: If ``keep_batchnorm_fp32`` or ``master_weights`` is not a bool (also an ``AssertionError``, as
+            in apex).
+        TypeError: If ``dtype`` or a dtype override is not a torch dtype.
 
     Source: the semantics of NVIDIA apex.amp, ``initialize`` and its ``Properties``.
     """
     known = "'O0', 'O1', 'O2' or 'O3' (the letter O and a digit)"
     expect(opt_level in tuple(LEVELS), "opt_level", opt_level, known, AmpUsageError)
-    expect(isinstance(dtype, torch.dtype), "dtype", dtype, "a torch dtype, as torch.float16", TypeError)
-    half = "torch.float16 or torch.bfloat16 (for float32 take O0)"
+    expect(isinstance(dtype, torch.dtype), "dtype", dtype, "a torch dtype, such as torch.float16", TypeError)
+    half = "torch.float16 or torch.bfloat16 (for float32 use O0)"
     expect(dtype in HALF_DTYPES, "dtype", dtype, half, AmpUsageError)
     level = LEVELS[opt_level]
     weights = dtype if level.casts_to_half else level.cast_model_type
@@ -103,12 +103,12 @@ def resolve(opt_level: str, *, dtype: torch.dtype, **overrides: Any) -> Properti
     changes = {name: _read(level, name, value) for name, value in overrides.items() if value is not None}
     cast = changes.get("cast_model_type")
     agrees = cast not in HALF_DTYPES or cast is dtype
-    expect(agrees, "cast_model_type", cast, f"{dtype}, the half dtype asked for by dtype=", AmpUsageError)
+    expect(agrees, "cast_model_type", cast, f"{dtype}, as requested by dtype=", AmpUsageError)
     return replace(level, **{"cast_model_type": weights, "loss_scale": scale, **changes})
 
 
 def _read(level: Properties, name: str, value: Any) -> Any:
-    """Return an override as a property, unless the level refuses it."""
+    """Convert an override to a property, or raise an error if the level does not allow it."""
     read = _READERS[name](name, value)
     accepted, reason = _FIXED.get((level.opt_level, name), (read, ""))
     if read != accepted:
@@ -117,8 +117,8 @@ def _read(level: Properties, name: str, value: Any) -> Any:
 
 
 def _read_dtype(name: str, value: Any) -> torch.dtype:
-    expect(isinstance(value, torch.dtype), name, value, "a torch dtype, as torch.float16", TypeError)
-    expect(value.is_floating_point, name, value, "a floating dtype, as torch.float32", AmpUsageError)
+    expect(isinstance(value, torch.dtype), name, value, "a torch dtype, such as torch.float16", TypeError)
+    expect(value.is_floating_point, name, value, "a floating-point dtype, such as torch.float32", AmpUsageError)
     return value
 
 
@@ -129,7 +129,7 @@ def _read_truth(name: str, value: Any) -> bool:
 
 def _read_truth_or_text(name: str, value: Any) -> bool:
     read = {"True": True, "False": False}.get(str(value))
-    expect(read is not None, name, value, "True or False, also as text", AmpOverrideError)
+    expect(read is not None, name, value, "True or False, also as a string", AmpOverrideError)
     return bool(read)
 
 
@@ -140,7 +140,7 @@ def _read_scale(name: str, value: Any) -> float | str:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             number = float(value)
-    scales = "'dynamic' or a finite number above zero, also as text"
+    scales = "'dynamic' or a finite number above zero, also as a string"
     expect(is_number(number) and number > 0.0, name, value, scales, AmpUsageError)
     return float(number)
 
@@ -154,13 +154,13 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "patch_torch_functions": _read_truth,
 }
 
-# The only value that a level accepts for an override, and why; None where it accepts none.
+# The only value that a level accepts for an override, and the reason; None if it accepts none.
 _FIXED: dict[tuple[str, str], tuple[Any, str]] = {
-    ("O1", "cast_model_type"): (torch.float32, "its weights stay float32. Take O2 or O3 for a model in half precision"),
+    ("O1", "cast_model_type"): (torch.float32, "its weights stay float32. Use O2 or O3 for a model in half precision"),
     ("O1", "keep_batchnorm_fp32"): (None, "batch norm keeps its float32 weights anyway. Leave it out"),
-    ("O1", "master_weights"): (None, "its weights are float32 themselves. Leave it out, or take O2 or O3"),
+    ("O1", "master_weights"): (None, "its weights are float32 themselves. Leave it out, or use O2 or O3"),
     **{
-        (level, "patch_torch_functions"): (False, "O1 alone casts around functions. Leave it out, or take O1")
+        (level, "patch_torch_functions"): (False, "only O1 casts around functions. Leave it out, or use O1")
         for level in ("O0", "O2", "O3")
     },
 }

@@ -1,4 +1,4 @@
-"""apex's ways to put a function of the user's own on one of O1's lists."""
+"""apex's decorators and functions that add a user's function to one of O1's lists."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ _CASTS: dict[str, Callable[[Any, torch.dtype], Any]] = {
 }
 _registered: list[tuple[Any, str, str]] = []
 _replaced: list[tuple[Any, str, Any]] = []
-_ABSENT = object()  # of a name that a class only inherits
+_ABSENT = object()  # marks a name that a class only inherits
 
 
 def half_function(function: _F) -> _F:
-    """Decorate a function so that under O1 its floating tensors come in half precision."""
+    """Decorate a function so that it receives its floating-point tensors in half precision under O1."""
     return _decorate(function, "half")
 
 
 def float_function(function: _F) -> _F:
-    """Decorate a function so that under O1 its floating tensors come in float32."""
+    """Decorate a function so that it receives its floating-point tensors in float32 under O1."""
     return _decorate(function, "float")
 
 
 def promote_function(function: _F) -> _F:
-    """Decorate a function so that under O1 its floating tensors come in the widest dtype among them."""
+    """Decorate a function so that it receives its floating-point tensors in their widest dtype under O1."""
     return _decorate(function, "promote")
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Put ``module.name`` on O1's half list; takes effect at the next ``initialize``.
+    """Add ``module.name`` to O1's half list, from the next ``initialize`` on.
 
-    A function of torch's is put on a list. Another module's function is wrapped in place in that module for as
-    long as O1 is on, because the program asked for it.
+    A torch function is added to the list. A function of any other module is replaced in that module while O1 is active,
+    at the program's explicit request.
 
     Args:
-        module: A module or class that has the function.
-        name: The function's name in it.
+        module: The module or class that has the function.
+        name: The function's name.
 
     Raises:
         ValueError: If ``module`` has no function ``name``.
@@ -69,17 +69,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Put ``module.name`` on O1's float32 list; see ``register_half_function``."""
+    """Add ``module.name`` to O1's float32 list; see ``register_half_function``."""
     _register(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Put ``module.name`` on O1's list of functions that take the widest dtype; see ``register_half_function``."""
+    """Add ``module.name`` to O1's list of functions that use the widest dtype; see ``register_half_function``."""
     _register(module, name, "promote")
 
 
 def apply_registered(casts: FunctionCasts) -> None:
-    """Let registered and decorated functions cast from now on."""
+    """Start the casts of registered and decorated functions."""
     global _active
     _active = casts
     for module, name, kind in _registered:
@@ -89,18 +89,18 @@ def apply_registered(casts: FunctionCasts) -> None:
         else:
             _replaced.append((module, name, vars(module).get(name, _ABSENT)))
             wrapped: Any = _decorate(function, kind)
-            # A function that a class holds as it is would be a method of its objects.
+            # A plain function stored on a class would become a method of its instances.
             is_method = not isinstance(inspect.getattr_static(module, name), (staticmethod, classmethod))
             setattr(module, name, wrapped if is_method else staticmethod(wrapped))
 
 
 def casts_in_force() -> FunctionCasts | None:
-    """Return what ``apply_registered`` was called with last, until ``restore_registered``."""
+    """Return the argument of the last ``apply_registered``, until ``restore_registered``."""
     return _active
 
 
 def restore_registered() -> None:
-    """End what ``apply_registered`` began."""
+    """Undo ``apply_registered``."""
     global _active
     _active = None
     while _replaced:

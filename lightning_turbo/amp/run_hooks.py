@@ -1,7 +1,7 @@
-"""Hooks that a run puts on modules, and that no copy of a module takes along.
+"""Hooks that a run registers on modules and that copies of the modules do not inherit.
 
-A callback may copy a network in the middle of a run, and a checkpoint may pickle one: what comes out is the network as
-it was before the run, with float32 weights and without hooks of this package.
+A callback may copy a network during a run, and a checkpoint may pickle one. The result is the network as it was before
+the run, with float32 weights and without hooks of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["add_run_hooks", "remove_run_hooks"]
 
 
 class _Hooked:
-    """What a module has from the runs that hooked it, from the first ``add_run_hooks`` to the last removal."""
+    """The hooks that runs registered on a module, from the first ``add_run_hooks`` to the last removal."""
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
@@ -35,20 +35,20 @@ def add_run_hooks(
     *handles: RemovableHandle,
     plain_attributes: Callable[[nn.Module], dict[str, Any]] | None = None,
 ) -> None:
-    """Let copies and pickles of a module be without these hooks, until they are removed.
+    """Exclude these hooks from copies and pickles of a module, until they are removed.
 
     Args:
-        module: Has the hooks.
-        *handles: Of the hooks.
-        plain_attributes: Returns attributes of the module as they were before the run, by name.
+        module: The module with the hooks.
+        *handles: The handles of the hooks.
+        plain_attributes: Returns the module's attributes as they were before the run, by name.
     """
     if module not in _hooked:
         _hooked[module] = _Hooked()
-        # Python asks the object itself before its class, but for shallow copies, which ask for the state alone.
+        # Python looks on the instance before the class, except for shallow copies, which only ask for the state.
         vars(module)["__getstate__"] = functools.partial(_state_of, module)
-        # torch.jit.script, which compiles hooks and cannot compile these, asks for what it shall script.
+        # torch.jit.script compiles hooks, which is impossible for these. It asks here for the module to script.
         vars(module)["__prepare_scriptable__"] = functools.partial(copy.deepcopy, module)
-        if hasattr(type(module), "__deepcopy__"):  # as a parametrized module has, and one of torch.fx
+        if hasattr(type(module), "__deepcopy__"):  # parametrized modules and torch.fx modules have one
             vars(module)["__deepcopy__"] = functools.partial(_deep_copy, module)
         if type(module).__reduce__ is not object.__reduce__:
             vars(module)["__reduce_ex__"] = functools.partial(_reduce, module)
@@ -58,7 +58,7 @@ def add_run_hooks(
 
 
 def remove_run_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> None:
-    """Remove hooks, and what ``add_run_hooks`` put in for copies once the last of them is gone."""
+    """Remove hooks; with the last one, also remove what ``add_run_hooks`` added for copies."""
     hooked = _hooked.get(module)
     for handle in handles:
         handle.remove()
@@ -75,7 +75,7 @@ _METHODS = ("__getstate__", "__deepcopy__", "__reduce_ex__", "__prepare_scriptab
 
 @contextlib.contextmanager
 def _as_before(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Show a module's attributes as they were before the run; yields the dict of them."""
+    """Temporarily restore a module's attributes from before the run; yields their dict."""
     own = vars(module)
     hooked = _hooked[module]
     shown: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def _as_before(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _state_of(module: nn.Module) -> Any:
     with _as_before(module) as own:
-        get_state = getattr(module, "__getstate__", None)  # of its class; every object has one since Python 3.11
+        get_state = getattr(module, "__getstate__", None)  # from its class; every object has one since Python 3.11
         state = own if get_state is None else get_state()
         return dict(own) if state is own else state
 

@@ -87,8 +87,8 @@ class Wrapper:
 
 @pytest.mark.parametrize(("level", "wrap", "said"), [
     ("O7", lambda optimizer: optimizer, "opt_level: expected"),
-    ("O1", lambda optimizer: [optimizer, optimizer], "expected each optimizer once, got one again"),
-    ("O1", Wrapper, "optimizers: expected a torch.optim.*of a wrapper, as LARC, the object in it.*got <.*Wrapper"),
+    ("O1", lambda optimizer: [optimizer, optimizer], "expected each optimizer once, got one twice"),
+    ("O1", Wrapper, "optimizers: expected a torch.optim.*for a wrapper such as LARC, its content.*got <.*Wrapper"),
 ])  # fmt: skip
 def test_an_initialize_that_is_refused_leaves_the_earlier_one_on(level, wrap, said):
     model, (earlier, optimizer) = net(), ready()

@@ -51,7 +51,7 @@ def test_a_module_is_kept_in_float32(level, by_name):
 def test_what_does_not_follow_is_told():
     net, criterion = layers(), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net.parameters(), criterion], lr=0.1)
-    with pytest.warns(TurboWarning, match="SGD holds 1 parameters of no model, which O2 does not cast"):
+    with pytest.warns(TurboWarning, match="SGD holds 1 parameters that belong to no model, so O2 does not cast them"):
         amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
     amp.shutdown()
 
@@ -59,7 +59,7 @@ def test_what_does_not_follow_is_told():
 @pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize(("make", "said"), [
-    (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), r"expected modules of Python.*\(Linear\).*O0 or O1"),
+    (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), r"expected Python modules.*\(Linear\).*O0 or O1"),
     (lambda: nn.Sequential(nn.LazyLinear(2)), "expected modules with weights, got a LazyLinear"),
 ])  # fmt: skip
 def test_a_module_that_cannot_be_cast_is_refused(make, said, level):

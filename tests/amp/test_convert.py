@@ -186,7 +186,7 @@ def test_what_cannot_be_converted_is_refused(content, match, trained, tmp_path):
 
 def test_nothing_is_overwritten_and_paths_are_named(trained, tmp_path):
     before = trained.read_bytes()
-    with pytest.raises(FileExistsError, match=r"o1.ckpt' exists: expected a path that is free"):
+    with pytest.raises(FileExistsError, match=r"o1.ckpt' exists: expected a new path"):
         convert_checkpoint(trained, trained)
     assert trained.read_bytes() == before
     with pytest.raises(FileNotFoundError, match="absent"):
@@ -200,7 +200,7 @@ def test_a_file_without_scaler_state_is_converted_without(amp, tmp_path):
     parts = plain_parts(epoch=2, step=4, scheduler={})
     del parts["amp"]
     torch.save({**parts, **amp}, tmp_path / "old.pt")
-    with pytest.warns(TurboWarning, match="holds no state of a loss scaler: a dynamic scale starts from the beginning"):
+    with pytest.warns(TurboWarning, match="has no loss scaler state: a dynamic scale restarts from its initial value"):
         new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="model.")
     assert not {"ApexAMP", "amp"} & load(new).keys()
     assert fit(ApexAMP("O0"), ckpt_path=new).place[0] == 2
@@ -231,7 +231,7 @@ def test_the_state_of_fp16_optimizer_is_not_taken_for_one_of_a_scaler(tmp_path):
     parts = plain_parts()
     around = {"loss_scaler": Hparams(), "optimizer_state_dict": parts["optimizer"], "fp32_from_fp16": []}
     torch.save({"model": parts["model"], "optimizer": around}, tmp_path / "old.pt")
-    with pytest.warns(TurboWarning, match="holds no state of a loss scaler"):
+    with pytest.warns(TurboWarning, match="has no loss scaler state"):
         new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="", trust=True)
     assert load(new)["optimizer_states"][0]["param_groups"] == parts["optimizer"]["param_groups"]
 
@@ -243,15 +243,15 @@ def test_without_a_prefix_a_warning_says_how_the_names_begin(tmp_path):
     with pytest.warns(TurboWarning, match=said):
         new = load(convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt"))
     assert all(name[0].isdigit() for name in new["state_dict"])
-    with pytest.raises(ValueError, match=r"prefix: expected a name with a dot at its end, as 'model.', got 'model'"):
+    with pytest.raises(ValueError, match=r"expected a name that ends with a dot, such as 'model.', got 'model'"):
         convert_checkpoint(tmp_path / "old.pt", tmp_path / "other.ckpt", prefix="model")
 
 
 @pytest.mark.parametrize(("places", "messages"), [
-    ({"epoch": 3}, ["global_step will start from 0 at epoch 3", "schedules will start from 0. In on_train_start"]),
-    ({"epoch": 3, "step": 30}, ["schedules will start from 0"]),
+    ({"epoch": 3}, ["global_step will start from 0 at epoch 3", "schedulers will start from 0. In on_train_start"]),
+    ({"epoch": 3, "step": 30}, ["schedulers will start from 0"]),
     ({"epoch": 3, "scheduler": {}}, ["global_step will start from 0"]),
-    ({"step": 30}, ["schedules will start from 0"]),
+    ({"step": 30}, ["schedulers will start from 0"]),
     ({}, []),
 ])  # fmt: skip
 def test_what_starts_from_0_in_a_run_that_goes_on_is_told(places, messages, tmp_path):
@@ -282,7 +282,7 @@ def test_a_schedule_goes_on_at_the_epoch_of_a_converted_file_as_the_warning_says
     parts = plain_parts(epoch=3, step=6)
     parts["optimizer"]["param_groups"][0]["lr"] = 1e-3
     torch.save(parts, tmp_path / "old.pt")
-    with pytest.warns(TurboWarning, match="schedules will start from 0"):
+    with pytest.warns(TurboWarning, match="schedulers will start from 0"):
         new = convert_checkpoint(tmp_path / "old.pt", tmp_path / "new.ckpt", prefix="model.")
     assert fit(plugin(), epochs=6, ckpt_path=new, net=Stepping()).rates == pytest.approx([1e-3, 1e-4, 1e-4])
 
@@ -363,9 +363,9 @@ def test_the_command(tmp_path, capsys):
     assert said.err.startswith("lightning-turbo: warning: The names of weights begin with 0, 2. A LightningModule")
     assert said.err.count("\n") == 1, "no line of the source below it"
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/n", "--prefix", "model"]) == 2
-    assert "prefix: expected a name with a dot at its end" in capsys.readouterr().err
+    assert "prefix: expected a name that ends with a dot" in capsys.readouterr().err
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/new.ckpt"]) == 2
-    assert "exists: expected a path that is free" in capsys.readouterr().err
+    assert "exists: expected a new path" in capsys.readouterr().err
     (tmp_path / "broken").write_bytes(b"x")
     assert main(["convert", f"{tmp_path}/broken", f"{tmp_path}/n"]) == 2
     assert "cannot be read as a checkpoint" in capsys.readouterr().err

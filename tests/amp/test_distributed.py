@@ -79,4 +79,4 @@ def test_two_ranks_wrapped_after_initialize_train_as_one(ranks):
         # Means of two half gradients against one of the joint batch: a few units of the half's last place.
         tolerance = 1e-6 if level == "O0" else 3e-3
         torch.testing.assert_close(first[level], train(lambda m: m, batches, level), rtol=tolerance, atol=tolerance)
-        assert "expected the model itself, got a DistributedDataParallel around it" in first[level + " wrapped"]
+        assert "expected an unwrapped model, got a DistributedDataParallel" in first[level + " wrapped"]

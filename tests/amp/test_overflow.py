@@ -214,5 +214,5 @@ def test_an_overflow_is_logged_and_a_scale_of_zero_ends_the_run(verbosity, caplo
     assert caplog.messages == [said] * verbosity
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**-148, "unskipped": 0}})
     backward(loss(0), optimizer)
-    with pytest.raises(AmpStateError, match="Loss scaler 0 has halved its scale down to zero"):
+    with pytest.raises(AmpStateError, match="Loss scaler 0 has reduced its scale to zero"):
         backward(loss(0), optimizer)
