@@ -65,8 +65,8 @@ def gather_for_checkpoint(own: Any, name: str, *, to_all: bool = False) -> list[
     if (error := error_under_way()) is not None:
         if rank == 0:
             warnings.warn(
-                f"The checkpoint holds the {name} of rank 0 only, because a {type(error).__name__} is under way, in "
-                "which the other ranks may not take part. A run can resume from it, but will differ from one that "
+                f"The checkpoint holds the {name} of rank 0 only, because a {type(error).__name__} was raised, so the "
+                "other ranks may not take part. A run can resume from the checkpoint, but will differ from one that "
                 "never stopped.",
                 TurboWarning,
                 stacklevel=3,

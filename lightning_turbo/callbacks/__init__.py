@@ -1,4 +1,4 @@
-"""Callbacks that wire the techniques around the step into a Trainer."""
+"""Callbacks that add the techniques to a Trainer."""
 
 from __future__ import annotations
 

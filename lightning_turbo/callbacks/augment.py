@@ -1,4 +1,4 @@
-"""``AugmentBatches``: the batches of a Trainer, augmented on its device."""
+"""``AugmentBatches``: augments the batches of a Trainer on its device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["AugmentBatches"]
 class AugmentBatches(Callback):
     """Augment each training batch on the device, right before ``training_step``.
 
-    It comes after the move to the device and after ``on_after_batch_transfer``, where the strategy returns the batch.
-    Hooks from ``transfer_batch_to_device`` on, and steps, see batches without their indices. The epoch is that of the
-    Trainer, so a resumed run augments as one that never stopped. Several of these callbacks augment in their order.
+    The augmentation runs after the move to the device and after ``on_after_batch_transfer``, when the strategy returns
+    the batch. Hooks from ``transfer_batch_to_device`` on, and the step, see batches without their indices. The epoch is
+    the Trainer's, so a resumed run augments like one that never stopped. Several of these callbacks run in their order.
 
     Args:
-        augmentation: What is done; its ``image``, ``mask`` and ``label`` name parts of the batch.
-        training_only: ``False`` augments the batches of validation, test and prediction too.
+        augmentation: The augmentation; its ``image``, ``mask`` and ``label`` name parts of the batch.
+        training_only: ``False`` also augments the batches of validation, test and prediction.
 
     Raises:
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has the wrong type.
 
     Warns:
-        NoEffectWarning: At the end of ``fit``, if no batch came this way, as where ``training_step`` takes a
-            ``dataloader_iter``.
+        NoEffectWarning: At the end of ``fit``, if the strategy moved no batch, for example because ``training_step``
+            takes a ``dataloader_iter``.
 
     Example:
         >>> from lightning_turbo import AugmentBatches, augment
@@ -49,10 +49,10 @@ class AugmentBatches(Callback):
         self._was_called = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have the strategy, which moves the batches to the device, augment them there."""
+        """Make the strategy, which moves batches to the device, augment them there."""
         self._end()
         self._was_called = False
-        # Who takes the indices off a batch gives them to all: the first of these callbacks asks the others.
+        # Only one callback can take the indices off a batch: the first one runs all of them.
         together = [each for each in trainer.callbacks if isinstance(each, AugmentBatches)]
         if together[0] is not self:
             return
@@ -67,18 +67,18 @@ class AugmentBatches(Callback):
         self._replaced = ReplacedMethod(trainer.strategy, "batch_to_device", to_device)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave the strategy as it was."""
+        """Restore the strategy."""
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the strategy as it was."""
+        """Restore the strategy."""
         self._end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Tell if there was nothing to augment."""
+        """Warn if there was nothing to augment."""
         if trainer.global_step and not self._was_called:
             rank_zero_warn(
-                "AugmentBatches has no effect: no batch of this run was moved by the strategy. Call the "
+                "AugmentBatches has no effect: the strategy moved no batch in this run. Call the "
                 "BatchAugmentation in training_step.",
                 category=NoEffectWarning,
             )
@@ -91,7 +91,7 @@ class AugmentBatches(Callback):
     def _augment(self, trainer: Any, index: list[int] | None, data: Any) -> Any:
         if self.training_only and not trainer.training:
             return data
-        # With each batch, because Lightning calls no on_train_epoch_start where it resumes within an epoch.
+        # Set for each batch, because Lightning skips on_train_epoch_start when it resumes inside an epoch.
         self._was_called = True
         self.augmentation.set_epoch(trainer.current_epoch)
         return self.augmentation(data, index)

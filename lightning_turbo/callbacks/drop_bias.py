@@ -1,4 +1,4 @@
-"""Callback that removes the biases before batch and instance norm."""
+"""Callback that removes biases before batch and instance norm."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ __all__ = ["DropBiasBeforeNorm"]
 
 
 class DropBiasBeforeNorm(Callback):
-    """Remove the bias of each convolution directly before a batch or instance norm, before the optimizer is made.
+    """Remove the bias of each convolution directly before a batch or instance norm, before the optimizer is created.
 
-    The callback calls ``lightning_turbo.drop_bias_before_norm`` in ``setup`` of every stage, so that testing loads the
-    checkpoints of training. The attribute ``report`` holds the result.
+    The callback calls ``lightning_turbo.drop_bias_before_norm`` in ``setup`` of every stage, so that testing can load
+    the checkpoints of training. The attribute ``report`` holds the result.
 
     Args:
-        network: Path of the submodule to trace, for example ``"net"``. Default: the whole module; where it has no
-            ``forward`` of its own, the one child that has norms.
+        network: Path of the submodule to trace, for example ``"net"``. Default: the whole module or, if it has no
+            ``forward``, its only child with norms.
 
     Raises:
         TypeError: If ``network`` is not a string.
-        ValueError: In ``setup``, if the module has no such submodule, the submodule cannot be traced, or a callback
-            before this one averages weights.
+        ValueError: In ``setup``, if the module has no such submodule, the submodule cannot be traced, or an earlier
+            callback averages weights.
 
     Warns:
         NoEffectWarning: If there is no bias to drop.
 
     Note:
-        Layers made in ``configure_model`` do not exist yet in ``setup``: call the function there instead. A copy
-        of the network in the same module, such as a momentum encoder, keeps its biases: call the function before the
-        copy is made. A checkpoint that was written without this callback is an error in ``ckpt_path``: load its
-        weights before, as by ``load_from_checkpoint``.
+        Layers created in ``configure_model`` do not exist in ``setup``: call the function there instead. A copy of the
+        network in the same module, such as a momentum encoder, keeps its biases: call the function before making the
+        copy. A checkpoint saved without this callback raises an error as ``ckpt_path``: load its weights first, for
+        example with ``load_from_checkpoint``.
 
     Example:
         >>> from lightning_turbo import DropBiasBeforeNorm
@@ -51,7 +51,7 @@ class DropBiasBeforeNorm(Callback):
         self._done: LightningModule | None = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Drop the biases once for each module."""
+        """Remove the biases, once per module."""
         # Lightning calls setup again before it validates or tests.
         if self._done is pl_module:
             return
@@ -61,9 +61,9 @@ class DropBiasBeforeNorm(Callback):
         rank_zero_info(f"DropBiasBeforeNorm: {self.report}")
 
     def _check_order(self, callbacks: list[Any]) -> None:
-        """Refuse a callback that has already copied the module with its biases.
+        """Raise an error if an earlier callback has already copied the module with its biases.
 
-        Such a copy has more parameters, and torch pairs the two lists by their places without a word.
+        Such a copy has more parameters, and torch silently pairs the two parameter lists by position.
         """
         averaging = callbacks_named("StochasticWeightAveraging", "WeightAveraging")
         for callback in takewhile(lambda each: each is not self, callbacks):
@@ -87,7 +87,7 @@ class DropBiasBeforeNorm(Callback):
             ) from error
 
     def _find_child(self, pl_module: LightningModule) -> Any:
-        """Return the child to trace of a module that has no forward, whose training step calls the child."""
+        """Return the child to trace for a module without a ``forward``, whose training step calls the child."""
         children = dict(pl_module.named_children())
         found = [name for name, child in children.items() if any(isinstance(part, NORMS) for part in child.modules())]
         if len(found) != 1:

@@ -1,4 +1,4 @@
-"""Callback that runs the steps of optimizers fused."""
+"""Callback that fuses the steps of optimizers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
-    """Tell whether torch has a fused step for an optimizer, and it does not run already."""
+    """Return whether torch has a fused step for an optimizer that the optimizer does not use yet."""
     return _has_fused_step(optimizer) and not any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _has_fused_step(optimizer: Optimizer) -> bool:
-    """Tell whether torch has a fused step for an optimizer: it has none for complex parameters."""
+    """Return whether torch has a fused step for an optimizer; it has none for complex parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return type(optimizer) in FUSED and not any(parameter.is_complex() for parameter in parameters)
 
 
 def fuse(optimizer: Optimizer) -> None:
-    """Switch an optimizer to its fused step, whose counts are on the device of the parameters."""
-    # The steps read these from the groups; only the constructor looks at the arguments.
+    """Switch an optimizer to its fused step, which keeps its step counts on the device of the parameters."""
+    # A step reads the options from the groups; only the constructor reads its arguments.
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)
     for parameter, state in optimizer.state.items():
@@ -38,9 +38,9 @@ def fuse(optimizer: Optimizer) -> None:
 
 
 class FusedOptimizers(Callback):
-    """Run the steps of Adam, AdamW, SGD and Adagrad fused, as ``fused=True`` in their constructors does.
+    """Use the fused steps of Adam, AdamW, SGD and Adagrad, like ``fused=True`` in their constructors.
 
-    An optimizer with complex parameters keeps its step, because torch has no fused one for them.
+    An optimizer with complex parameters keeps its step, because torch has no fused step for them.
 
     Warns:
         NoEffectWarning: If no optimizer has a fused step.
@@ -54,12 +54,12 @@ class FusedOptimizers(Callback):
         check_binding("FusedOptimizers")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Switch the optimizers, whose states are restored by now."""
+        """Switch the optimizers, whose states have been restored by now."""
         for optimizer in filter(can_fuse, trainer.optimizers):
             fuse(optimizer)
         if not any(map(_has_fused_step, trainer.optimizers)):
             rank_zero_warn(
-                "FusedOptimizers changes nothing here: no optimizer is an Adam, AdamW, SGD or Adagrad of torch with "
-                "real parameters. Remove it.",
+                "FusedOptimizers has no effect: no optimizer is torch's Adam, AdamW, SGD or Adagrad with real "
+                "parameters. Remove it.",
                 category=NoEffectWarning,
             )

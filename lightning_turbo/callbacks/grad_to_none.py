@@ -26,22 +26,22 @@ __all__ = ["GradToNone", "no_effect_reason", "release_before_forward"]
 
 
 class GradToNone(Callback):
-    """Release gradients before the forward pass that follows ``optimizer.step()``, not between it and the backward.
+    """Release gradients before the forward pass that follows ``optimizer.step()``, not between forward and backward.
 
-    Lightning sets gradients to ``None`` between forward and backward, so that they occupy memory while the activations
-    grow. With this callback, activations can use that memory. The results do not change, also with accumulation and
-    clipping, and every hook between the step and the next ``training_step`` sees the gradients that it sees without.
+    Lightning sets gradients to ``None`` between forward and backward, so they occupy memory while the activations grow.
+    With this callback, the activations can use that memory. The results do not change, including with accumulation and
+    clipping, and every hook between the step and the next ``training_step`` sees the same gradients.
 
     Raises:
         MisconfigurationException: In ``setup``, if the strategy clears gradients itself.
 
     Warns:
-        NoEffectWarning: If gradients are views of DDP's buckets, ``StochasticWeightAveraging`` reads them again, a
-            hook ``on_before_zero_grad`` of the module or a callback reads them after the forward pass, the module
-            decides when to clear them (manual optimization, ``optimizer_zero_grad``), or an optimizer runs no hooks.
+        NoEffectWarning: If gradients are views of DDP's buckets, ``StochasticWeightAveraging`` reads them again, a hook
+            ``on_before_zero_grad`` of the module or a callback reads them after the forward pass, the module decides
+            when to clear them (manual optimization, ``optimizer_zero_grad``), or an optimizer runs no hooks.
 
     Note:
-        In ``training_step`` there are no gradients of the step before.
+        In ``training_step`` the gradients of the previous step are gone.
 
     Example:
         >>> from lightning_turbo import GradToNone
@@ -55,41 +55,41 @@ class GradToNone(Callback):
         self._cleanup = ExitStack()  # undoes what on_train_start changes
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, or a process that is spawned with it, has nothing to undo.
+        # A copy, or a spawned process, has nothing to undo.
         return {**vars(self), "_cleanup": ExitStack()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy that keeps the gradients itself."""
+        """Raise an error if the strategy manages gradients itself."""
         if stage == "fit" and trainer.strategy.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"GradToNone: {type(trainer.strategy).__name__} keeps and clears gradients itself. Remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to release gradients."""
+        """Start to release gradients."""
         self._cleanup.close()
-        # Not in setup: DDP has wrapped the module by now, and says whether gradients are views of its buckets.
+        # Not in setup: only now has DDP wrapped the module, which tells whether gradients are views of its buckets.
         if reason := no_effect_reason(trainer):
             rank_zero_warn(f"GradToNone has no effect: {reason}. Remove it.", category=NoEffectWarning)
         else:
             self._cleanup.callback(release_before_forward(trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the gradients alone again."""
+        """Stop releasing gradients."""
         self._cleanup.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the gradients alone again."""
+        """Stop releasing gradients."""
         self._cleanup.close()
 
 
 def release_before_forward(trainer: Any) -> Callable[[], None]:
-    """Let a Trainer's optimizers release their gradients before the first ``training_step`` after each of their steps.
+    """Make a Trainer's optimizers release their gradients before the ``training_step`` that follows a step.
 
-    That is after the last hook to which Lightning gives them, but for ``on_before_zero_grad``.
+    This is after the last hook that sees the gradients, except for ``on_before_zero_grad``.
 
     Returns:
-        A function that ends it; call it once.
+        A function that stops it; call it once.
     """
     undo = ExitStack()
     stepped = dict[Optimizer, None]()
@@ -109,12 +109,12 @@ def release_before_forward(trainer: Any) -> Callable[[], None]:
 
 
 def no_effect_reason(trainer: Any) -> str:
-    """Return why the gradients of a Trainer's optimizers must not or need not be released, or an empty text."""
+    """Return why a Trainer's optimizers must not or need not release their gradients, or an empty string."""
     if getattr(trainer.model, "gradient_as_bucket_view", False):
         return "gradients are views of DDP's buckets, which stay in memory"
     averaging = callbacks_named("StochasticWeightAveraging")
     if any(isinstance(callback, averaging) for callback in trainer.callbacks):
-        return "StochasticWeightAveraging makes one more step with the last gradients"
+        return "StochasticWeightAveraging uses the last gradients in one more step"
     module = trainer.lightning_module
     if not module.automatic_optimization:
         return "manual optimization clears gradients itself: call optimizer.zero_grad() right after optimizer.step()"
@@ -124,18 +124,18 @@ def no_effect_reason(trainer: Any) -> str:
 
 
 def _who_reads_late(trainer: Any) -> str:
-    """Return who is given the gradients after the forward pass, or an empty text."""
+    """Return which hook reads the gradients after the forward pass, or an empty string."""
     owners = [(trainer.lightning_module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)]
     for owner, base in owners:
         if getattr(owner, "on_before_zero_grad", None) and not inherits(owner, base, ("on_before_zero_grad",)):
-            return f"{type(owner).__name__}.on_before_zero_grad is given the gradients after the forward pass"
+            return f"{type(owner).__name__}.on_before_zero_grad reads the gradients after the forward pass"
     return ""
 
 
 def _who_runs_no_hooks(optimizers: list[Any]) -> str:
-    """Return which of the optimizers runs no hooks after its steps, or an empty text."""
+    """Return which optimizer runs no hooks after its steps, or an empty string."""
     for optimizer in optimizers:
-        # A wrapper around an optimizer that is an Optimizer in name only, without its constructor.
+        # A wrapper that subclasses Optimizer without calling its constructor.
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            return f"{type(optimizer).__name__} does not call Optimizer.__init__, and so runs no hooks after its steps"
+            return f"{type(optimizer).__name__} does not call Optimizer.__init__, so it runs no hooks after its steps"
     return ""

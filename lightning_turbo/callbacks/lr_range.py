@@ -1,4 +1,4 @@
-"""Smith's range test with Lightning's learning rate finder."""
+"""Smith's learning rate range test with Lightning's learning rate finder."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def lr_range(
     mode: Literal["exponential", "linear"] = "exponential",
     early_stop_threshold: float | None = 4.0,
 ) -> LRRange:
-    """Train a few steps with a rising learning rate and propose the bounds of a cycle.
+    """Train a few steps with a rising learning rate and propose the limits of a cycle.
 
-    Lightning's finder makes the steps and restores the model afterwards. ``propose_lr_range`` reads the bounds from its
+    Lightning's finder runs the steps and restores the model afterwards. ``propose_lr_range`` reads the limits from its
     loss curve.
 
     Args:
-        trainer: A Trainer before its fit.
+        trainer: A Trainer that has not run ``fit`` yet.
         model: The module. Its learning rate does not change.
         train_dataloaders: As in ``Trainer.fit``.
         datamodule: As in ``Trainer.fit``.
@@ -37,7 +37,7 @@ def lr_range(
         max_lr: Last learning rate, above ``min_lr``.
         num_training: Number of optimizer steps, at least 5.
         mode: Rise of the learning rate: ``"exponential"``, or ``"linear"`` as in the paper.
-        early_stop_threshold: Ratio of the loss to the best loss that ends the test, above 0; ``None`` never ends it
+        early_stop_threshold: Ratio of the loss to the best loss that stops the test, above 0; ``None`` never stops it
             early.
 
     Returns:
@@ -45,9 +45,9 @@ def lr_range(
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer.
-        ValueError: If a bound is out of range, or the curve has fewer than 5 finite losses or never falls.
+        ValueError: If a limit is out of range, or the curve has fewer than 5 finite losses or never falls.
 
-    Note:
+    The finder writes a temporary checkpoint to the Trainer's ``default_root_dir``.
         The finder writes a temporary checkpoint into the Trainer's ``default_root_dir``.
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
@@ -57,7 +57,7 @@ def lr_range(
     valid = is_number(min_lr) and is_number(max_lr) and 0 < min_lr < max_lr
     expect(valid, "lr_range(min_lr, max_lr)", (min_lr, max_lr), "0 < min_lr < max_lr")
     check_choice("lr_range(mode)", mode, ("exponential", "linear"))
-    # Lightning's running mean counts the steps that the Trainer has made before, see _correct_bias.
+    # Lightning's running mean also counts earlier steps of the Trainer; see _correct_bias.
     before = trainer.global_step
     finder = Tuner(trainer).lr_find(
         model,
@@ -79,7 +79,7 @@ def lr_range(
 def _correct_bias(losses: list[float], steps_before: int, beta: float = 0.98) -> list[float]:
     """Correct the running mean of Lightning's finder.
 
-    The finder divides by ``1 - beta ** (step + 1)``, but its step includes the current one, so that the first entries
-    are too small: by half, by a third, by a quarter.
+    The finder divides by ``1 - beta ** (step + 1)``, but its step already includes the current one, so the first
+    entries are too small: by a half, a third, a quarter.
     """
     return [loss * (1 - beta ** (steps_before + count + 1)) / (1 - beta**count) for count, loss in enumerate(losses, 1)]

@@ -19,19 +19,19 @@ __all__ = ["MemoryFormat"]
 
 
 class MemoryFormat(Callback):
-    """Convert the weights of a 2D or 3D network to channels last.
+    """Convert the weights of a 2D or 3D network to the channels-last format.
 
-    ``lightning-turbo tune train.py --only channels-last`` measures whether that is faster.
+    ``lightning-turbo tune train.py --only channels-last`` measures whether this is faster.
 
     Args:
-        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's object, as ``torch.channels_last``.
+        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's object, such as ``torch.channels_last``.
 
     Raises:
-        ValueError: If the format is another one.
+        ValueError: If it is neither.
 
     Warns:
-        NoEffectWarning: If the module has no weights of four or five dimensions in ``setup``, for example because
-            ``configure_model`` makes the layers later.
+        NoEffectWarning: If the module has no weights with four or five dimensions in ``setup``, for example because
+            ``configure_model`` creates the layers later.
 
     Example:
         >>> from lightning_turbo import MemoryFormat
@@ -54,7 +54,7 @@ def _warn_of_no_effect(pl_module: LightningModule) -> None:
     name = type(pl_module).__name__
     if is_overridden("configure_model", pl_module):
         why = (
-            f"{name} makes its layers in configure_model, after setup. Call "
+            f"{name} creates its layers in configure_model, after setup. Call "
             "lightning_turbo.nn.set_memory_format(self, 'channels_last') at the end of configure_model instead"
         )
     else:

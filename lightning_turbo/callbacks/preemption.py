@@ -1,4 +1,4 @@
-"""``Preemption``: ends a run on a signal, so that another one goes on from the same step."""
+"""``Preemption``: ends a run on a signal, so that another run can resume from the same step."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 class Preemption(Callback):
-    """Save and end a run on a signal, or when its time is nearly over, so that another run goes on.
+    """Save and end a run on a signal, or when its time is nearly over, so that another run can resume.
 
-    A signal to any rank is shared with all ranks, on the host, after each optimizer step. All of them save one
-    checkpoint, ``preempted.ckpt``, after the same step, at most one behind the signal's, once what is due after that
-    step is done (validation, other checkpoints). Then they end with exit status 75. With ``ExactResume``, as under the
-    turbo strategies, a run that goes on from the file equals one that never stopped. ``"turbo_ddp"`` adds
+    The ranks share a signal to any of them, on the host, after each optimizer step. All of them save one checkpoint,
+    ``preempted.ckpt``, after the same step, at most one step after the signal, and after the work due at that step
+    (validation, other checkpoints). Then they exit with status 75. With ``ExactResume``, as under the turbo strategies,
+    a run that resumes from the file equals one that never stopped. ``"turbo_ddp"`` adds
     ``Preemption(signals=("SIGTERM",))`` if there is none.
 
-    The file lies where ``ModelCheckpoint`` saves, else in the Trainer's ``default_root_dir``; the next preemption
-    replaces it. Another signal while it is written changes nothing. Worker processes of loaders ignore the signals.
+    The file is written where ``ModelCheckpoint`` saves, or to the Trainer's ``default_root_dir``; the next preemption
+    replaces it. Further signals while it is written have no effect. Worker processes of loaders ignore the signals.
 
-    In a Slurm job that Lightning requeues (``SLURMEnvironment(auto_requeue=True)``), its signal is shared with
-    all ranks in the same way, and then left to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job.
+    In a Slurm job that Lightning requeues (``SLURMEnvironment(auto_requeue=True)``), the ranks share its signal in the
+    same way and then leave it to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job.
 
     Args:
-        signals: Names of the signals; those that the system does not have are left out of the default. A handler of
-            the program's own is called too.
-        time_limit: Seconds, or a ``timedelta``, from now until the process has to have ended. The run ends when less
-            is left than twice its longest step, validations and saves included, and a tenth of the limit, of which at
-            most a minute. ``None``: no limit.
+        signals: Names of the signals. The default skips those that the system lacks. The program's own handlers are
+            called too.
+        time_limit: Seconds, or a ``timedelta``, from now until the process must have ended. The run ends when the
+            remaining time falls below twice its longest step, validation and saving included, plus a tenth of the limit
+            (at most one minute). ``None``: no limit.
 
     Raises:
-        TypeError: If an argument has another type.
-        ValueError: If a signal is unknown or cannot be handled, or the limit is not above 0.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a signal is unknown or cannot be handled, or the time limit is not above 0.
 
     Note:
-        Signals are handled by Python in the main thread; a fit in another thread obeys the time limit alone. A signal
-        during a validation waits for its end. Gradients are in no checkpoint, so that the run ends at the end of an
-        accumulation window. torchrun kills what still runs 30 seconds after its own signal.
+        Python handles signals in the main thread; a fit in another thread only obeys the time limit. A signal during
+        validation waits for its end. No checkpoint holds gradients, so the run ends at the end of an accumulation
+        window. torchrun kills processes that still run 30 seconds after its own signal.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -80,11 +80,11 @@ class Preemption(Callback):
         self._cleanup = ExitStack()  # undoes what a run changes
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, or a process that is spawned with it, has nothing to undo.
+        # A copy, or a spawned process, has nothing to undo.
         return {**vars(self), "_cleanup": ExitStack()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the worker processes of loaders ignore the signals."""
+        """Make the worker processes of loaders ignore the signals."""
         self._cleanup.close()
         if stage == "fit":
             self._shared = _SharedSignals()
@@ -92,43 +92,43 @@ class Preemption(Callback):
             self._cleanup.callback(replaced.put_back)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to signals; those that come before the training are obeyed after its first step."""
+        """Listen for signals; one that arrives before training takes effect after its first step."""
         self._listen(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to signals, and obey them after each optimizer step."""
+        """Listen for signals and obey them after each optimizer step."""
         self._listen(trainer)
         self._shared.connect()
         self._clock.start()
         loop: Any = trainer.fit_loop.epoch_loop
         replaced = [ReplacedMethod(loop, "on_advance_end", self._after_batch(trainer, loop))]
-        if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6 waits for the device in every batch for this
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6 synchronizes in every batch for it
             replaced.append(ReplacedMethod(loop, "_broadcast_sigterm_tensor", lambda method: None))
         for each in replaced:
             self._cleanup.callback(each.put_back)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for what the ranks still tell one another."""
+        """Complete the pending exchange among the ranks."""
         self._shared.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put everything back."""
+        """Undo all changes."""
         self._shared.close()
         self._cleanup.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put everything back."""
+        """Undo all changes."""
         self._cleanup.close()
 
     @staticmethod
     def resume_path(folder: str | os.PathLike[str]) -> str | None:
-        """Return the newest complete checkpoint below a folder, whatever its name, for ``ckpt_path``.
+        """Return the newest complete checkpoint below a folder, whatever its name, to pass as ``ckpt_path``.
 
         Args:
-            folder: It need not exist. Links are followed, and those without their file passed over, as half files are.
+            folder: May be missing. Links are followed; broken links and incomplete files are skipped.
 
         Returns:
-            The path; ``None`` if there is no complete file that ends in ``.ckpt``, so that the run begins.
+            The path, or ``None`` if there is no complete ``.ckpt`` file, so that the run starts from scratch.
         """
         files = [path for path in Path(folder).rglob("*.ckpt") if path.is_file()]
         newest = sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
@@ -143,7 +143,7 @@ class Preemption(Callback):
         return loader
 
     def _listen(self, trainer: Any) -> None:
-        """Note signals from now on; Lightning, which has its own handlers by now, puts the program's back."""
+        """Install the handlers; Lightning has installed its own by now and restores the program's after the run."""
         if threading.current_thread() is not threading.main_thread():
             return
         requeue = requeue_signal(trainer)
@@ -162,9 +162,9 @@ class Preemption(Callback):
 
     def _after_batch(self, trainer: Any, loop: Any) -> Callable[..., None]:
         def on_advance_end(method: Callable[..., None], *args: Any) -> None:
-            # First what is due after this batch, so that the checkpoint counts a validation as made.
+            # First the work due after this batch, so that the checkpoint counts a validation as done.
             method(*args)
-            # A checkpoint holds no gradients, so that a run is left between optimizer steps, not in mid-window.
+            # A checkpoint holds no gradients, so a run ends between optimizer steps, not inside a window.
             if not loop._should_accumulate():
                 self._obey(trainer)
 
@@ -175,53 +175,53 @@ class Preemption(Callback):
             self._shared.stop = True
         stop, requeue = self._shared.by_all()
         if requeue and self._shared.requeue is not None:
-            self._shared.requeue(requeue_signal(trainer), None)  # on all ranks: it saves
+            self._shared.requeue(requeue_signal(trainer), None)  # called on all ranks, because it saves
         if stop:
             self._end(trainer)
 
     def _end(self, trainer: Any) -> None:
-        """Save, unless Lightning did for the job that it requeued, and end this process."""
+        """Save, unless Lightning has saved for the requeued job, and end this process."""
         callback = trainer.checkpoint_callback
         path = Path(getattr(callback, "dirpath", None) or trainer.default_root_dir) / "preempted.ckpt"
         saves = not self._shared.was_requeued
         if saves:
             trainer.save_checkpoint(path)
         self._shared.close()
-        trainer.strategy.barrier("Preemption")  # a job may end all ranks when the first one has ended
-        # Until the process has ended, signals change nothing.
+        trainer.strategy.barrier("Preemption")  # a launcher may kill all ranks once the first one has ended
+        # Signals have no effect until the process has ended.
         keep_handlers(trainer, dict.fromkeys(self._signals, self._shared.receive))
         where = f"The state of step {trainer.global_step} is in {path}." if saves else ""
         rank_zero_info(
-            f"Preemption: a signal or the time limit ends the run. {where}The exit status is {self.EXIT_STATUS}."
+            f"Preemption: stopping after a signal or at the time limit. {where}The exit status is {self.EXIT_STATUS}."
         )
         raise SystemExit(self.EXIT_STATUS)
 
 
 def attach_preemption(trainer: Any) -> None:
-    """Add a ``Preemption`` for SIGTERM behind a Trainer's other callbacks, if it has none and trains."""
+    """Append a ``Preemption`` for SIGTERM to a Trainer's callbacks, if it has none and is fitting."""
     if is_fitting(trainer) and not any(isinstance(callback, Preemption) for callback in trainer.callbacks):
         trainer.callbacks.append(Preemption(signals=("SIGTERM",)))
 
 
 class _SharedSignals:
-    """The signals that any rank of a run received: the ranks exchange them once a step, on the host.
+    """The signals that any rank of a run received; the ranks exchange them once per step, on the host.
 
-    ``Preemption`` makes it for a fit, connects it when training starts and closes it at its end. Each exchange starts
-    a collective, and reads that of the step before, which had a step's time: a rank waits only for one more than a
-    step behind. Every rank reads the same after the same step, so that all act together. One rank alone needs no
-    collective, and acts after the signal's step.
+    ``Preemption`` creates it for a fit, connects it when training starts and closes it at the end. Each exchange starts
+    a collective and reads that of the previous step, which had one step's time: a rank only waits for ranks more than
+    one step behind. Every rank reads the same result after the same step, so they all act together. A single rank needs
+    no collective and acts after the step in which the signal arrived.
     """
 
     def __init__(self) -> None:
         self.stop = self.was_requeued = False
-        self.others: dict[int, Any] = {}  # handlers of the program, by signal
+        self.others: dict[int, Any] = {}  # the program's handlers, by signal
         self.requeue: Callable[..., Any] | None = None  # Lightning's handler
         self._requeue_received = False
         self._group: Any = None
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def connect(self) -> None:
-        """Make the process group of the exchange; a collective call."""
+        """Create the process group of the exchange; a collective call."""
         self._group = host_group() if rank_and_size()[1] > 1 else None
 
     def receive(self, number: int, frame: Any) -> None:
@@ -235,13 +235,13 @@ class _SharedSignals:
         self._requeue_received = True
 
     def by_all(self) -> tuple[bool, bool]:
-        """Return whether any rank is to stop, and whether the job is to be requeued, which is true once."""
+        """Return whether any rank wants to stop, and whether to requeue the job, which is true only once."""
         own = torch.tensor([self.stop, self._requeue_received], dtype=torch.int32)
         if self._group is not None:
             work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
             pending = self._pending
             self._pending = (work, own)
-            if pending is None:  # of the first step there is none before
+            if pending is None:  # there is none before the first step
                 return False, False
             pending[0].wait()
             own = pending[1]
@@ -251,15 +251,16 @@ class _SharedSignals:
         return stop, first
 
     def close(self) -> None:
-        """Wait for the last collective, which a process must not leave behind, unless an error is under way."""
-        # The others end as well, and start the collective that this one waits for; after an error they may not.
+        """Wait for the last collective, which a process must not leave behind, unless an exception is being handled."""
+        # The other ranks stop as well and start the collective that this one waits for; after an exception they may
+        # not.
         if self._pending is not None and error_under_way() is None:
             self._pending[0].wait()
         self._pending = None
 
 
 class _Clock:
-    """Knows when the time of a run is nearly over: it measures the longest time from one step to the next."""
+    """Decides when a run's time is nearly over, from the longest time between two steps."""
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
@@ -271,7 +272,7 @@ class _Clock:
         self._last = time.monotonic()
 
     def is_nearly_over(self) -> bool:
-        """Whether too little is left for another step; called after each."""
+        """Return whether the time is too short for another step; called after each step."""
         if self._end is None or self._limit is None:
             return False
         now = time.monotonic()
@@ -282,7 +283,7 @@ class _Clock:
 
 
 class _IgnoreSignals:
-    """A ``worker_init_fn`` that has a worker process ignore signals, which go to all processes of a job."""
+    """A ``worker_init_fn`` that makes a worker process ignore signals, which reach all processes of a job."""
 
     def __init__(self, numbers: tuple[int, ...], then: Callable[[int], None] | None) -> None:
         self._numbers = numbers
@@ -302,14 +303,14 @@ def _restore(loader: ref[DataLoader[Any]], before: Callable[[int], None] | None)
 
 
 def _put_back(number: int, shared: _SharedSignals, before: Any) -> None:
-    """Put a handler back, unless another one stands there by now."""
+    """Restore a handler, unless another one has been installed since."""
     if getattr(signal.getsignal(number), "__self__", None) is shared:
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 def _numbers(names: Any) -> list[int]:
-    """Return the numbers of signals; of the default, those that this system has."""
-    expected = f"names of signals, as {list(_NAMES)}"
+    """Return the signal numbers; of the default names, those that this system has."""
+    expected = f"names of signals, such as {list(_NAMES)}"
     expect(is_list(names), "Preemption(signals)", names, expected, TypeError)
     known = {name: getattr(signal, name, None) for name in names if isinstance(name, str)}
     unknown = [name for name in names if known.get(name) is None and names is not _NAMES]
@@ -318,7 +319,7 @@ def _numbers(names: Any) -> list[int]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a checkpoint has the table at its end that torch writes last."""
+    """Return whether a checkpoint has the table that torch writes last, at its end."""
     try:
         with zipfile.ZipFile(path) as file:
             return bool(file.namelist())

@@ -1,4 +1,4 @@
-"""``Prefetch``: prefetching for every loader of a Trainer, wherever the loaders are made."""
+"""``Prefetch``: prefetching for every loader of a Trainer, wherever the loader is created."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def wrap_loader(
     threads: int = 1,
     transfer: DeviceTransfer | None = None,
 ) -> PrefetchLoader[Any]:
-    """Return a loader like ``loader`` that prefetches, and takes no more ahead than a Trainer will ask for.
+    """Return a prefetching loader like ``loader`` that loads no further ahead than a Trainer will ask for.
 
     Args:
-        loader: A ``DataLoader``. A ``PrefetchLoader`` is returned itself, with the settings that it has.
+        loader: A ``DataLoader``. A ``PrefetchLoader`` is returned itself, with its own settings.
         trainer: The Trainer that will iterate it.
-        prefetch_batches: How many batches to keep ready, 1 or more.
-        threads: How many threads load samples at the same time, 1 or more.
-        transfer: What moves the batches to a device; ``None`` keeps what the loader has.
+        prefetch_batches: Number of batches to keep ready, 1 or more.
+        threads: Number of threads that load samples concurrently, 1 or more.
+        transfer: Moves the batches to a device; ``None`` keeps the loader's own.
     """
     if not isinstance(loader, PrefetchLoader):
         loader = PrefetchLoader.of(loader, prefetch_batches=prefetch_batches, threads=threads)
@@ -60,48 +60,49 @@ def wrap_loader(
 class Prefetch(Callback):
     """Prepare the next batches of every ``DataLoader`` of a Trainer in the background.
 
-    Each ``DataLoader`` becomes a ``PrefetchLoader`` like it, wherever it is made: in a LightningModule, a DataModule,
-    or passed to ``fit``; alone, in lists, dicts or a ``CombinedLoader``. It is wrapped where Lightning hands it to the
-    strategy, after a distributed sampler was added. On a CUDA device the next batches are copied on a side stream as
-    well. A ``PrefetchLoader`` keeps its settings.
+    Each ``DataLoader`` is replaced with an equivalent ``PrefetchLoader``, wherever it is created: in a LightningModule,
+    in a DataModule, or passed to ``fit``; alone, in lists, dicts or a ``CombinedLoader``. It is wrapped when Lightning
+    passes it to the strategy, after a distributed sampler was added. On a CUDA device the next batches are also copied,
+    on a side stream. A ``PrefetchLoader`` keeps its settings.
 
-    It begins in ``setup`` and ends, with all that it put in place, in ``teardown`` or at an error. Until then a loader
-    takes no more batches ahead than the Trainer will ask for: a live stream under ``limit_train_batches`` loses none.
-    Whoever else iterates a loader meanwhile, as a callback that shows a batch, gets an iterator beside the Trainer's.
+    The callback starts in ``setup`` and undoes all its changes in ``teardown`` or on an exception. Until then a loader
+    loads no further ahead than the Trainer will ask for: a live stream under ``limit_train_batches`` loses no sample.
+    If anything else iterates a loader meanwhile, such as a callback that shows a batch, it gets an iterator of its own.
 
-    Of several in one Trainer, a ``PrefetchDataModule`` among them, the first acts for all, with the settings of all.
+    If a Trainer has several, including a ``PrefetchDataModule``, the first one acts for all, with the combined
+    settings.
 
     Args:
-        prefetch_batches: How many batches each loader keeps ready, 1 or more. The default of 8 serves loads of uneven
+        prefetch_batches: Number of batches each loader keeps ready, 1 or more. The default of 8 suits loads of uneven
             duration.
-        threads: How many threads load samples at the same time for each loader, in this process or in each worker
-            process, 1 or more; see ``PrefetchLoader``. The datasets have to allow calls from several threads. With 1,
-            loaders without worker processes load in turns, as they may share a dataset.
-        num_workers: Worker processes of each loader, 0 or more; ``None`` keeps the loader's own.
-        persistent_workers: Whether worker processes stay from epoch to epoch: each epoch begins sooner, and from the
-            second one on the samples come in another order than without, because torch draws a random number less.
-            ``None`` keeps what the loader says.
-        auto_workers: Whether the number of worker processes is found by measurement (``tune_workers``), once for each
-            stage, class of dataset, and batch size. A loader that gives no batch in time, or whose data could be other
-            data with worker processes, keeps its own number, with a warning.
-        device_prefetch: Whether the next batches are copied ahead on a CUDA device. Not done, with a warning, where
-            ``on_before_batch_transfer`` or ``transfer_batch_to_device`` is overridden, because these have to see each
-            batch in its turn.
+        threads: Number of threads that load samples concurrently for each loader, in this process or in each worker
+            process, 1 or more; see ``PrefetchLoader``. The datasets must allow calls from several threads. With 1,
+            loaders without worker processes take turns, because they may share a dataset.
+        num_workers: Number of worker processes of each loader, 0 or more; ``None`` keeps the loader's own.
+        persistent_workers: Whether worker processes stay alive between epochs. Epochs then start sooner, and from the
+            second one on the samples come in another order than without, because torch draws one random number less.
+            ``None`` keeps the loader's setting.
+        auto_workers: Whether to measure the best number of worker processes (``tune_workers``), once for each stage,
+            dataset class and batch size. A loader that yields no batch in time, or whose data might change with worker
+            processes, keeps its own number, with a warning.
+        device_prefetch: Whether to copy the next batches to a CUDA device ahead of time. Has no effect, with a warning,
+            if ``on_before_batch_transfer`` or ``transfer_batch_to_device`` is overridden, because those hooks must see
+            each batch in its turn.
         device_transform: Called on each batch on the device, before ``on_after_batch_transfer``; for example
             ``Normalize``.
-        sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
-            drawn while it is loaded; see ``seed_samples``. A loader that is seeded already keeps its seed.
+        sample_seeds: A seed. Together with the epoch and the index of a sample, it determines all random numbers drawn
+            while the sample is loaded; see ``seed_samples``. A loader that is already seeded keeps its seed.
         exact_resume: Whether to add ``ExactResume`` to the Trainer, so that a resumed run equals one that never
-            stopped. ``False`` leaves checkpoints as they are; Lightning then resumes shuffled loaders in another order.
+            stopped. ``False`` leaves checkpoints unchanged; Lightning then resumes shuffled loaders in another order.
 
     Raises:
-        TypeError: If an argument has a wrong type, or there is no such argument; the text names the one that is meant.
-        ValueError: If an argument is out of range, or has no effect beside the others.
-        MisconfigurationException: In ``setup``, if two of them give different values for one setting.
+        TypeError: If an argument has the wrong type or does not exist; the message suggests the right name.
+        ValueError: If an argument is out of range, or has no effect in combination with the others.
+        MisconfigurationException: In ``setup``, if two of these callbacks give different values for one setting.
 
     Warns:
-        NoEffectWarning: If a loader is no ``DataLoader``, and is used as it is; if ``persistent_workers=True`` meets a
-            loader without worker processes.
+        NoEffectWarning: If a loader is not a ``DataLoader``, which is then used unchanged, or if
+            ``persistent_workers=True`` applies to a loader without worker processes.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -152,13 +153,13 @@ class Prefetch(Callback):
         self.device_prefetch = device_prefetch
         self.device_transform = device_transform
         self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
-        self._acting: Prefetch | None = None  # during a run: itself or, of several, one with the settings of all
+        self._acting: Prefetch | None = None  # during a run: itself, or one with the combined settings
         self._found_workers: dict[Any, int | None] = {}
         self._replaced: ReplacedMethod | None = None
-        self._given: list[tuple[weakref.ref[Any], Any]] = []  # loaders of the user's, and the transfers that they had
+        self._given: list[tuple[weakref.ref[Any], Any]] = []  # the user's loaders and their original transfers
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have the strategy, which Lightning asks about each loader, return one that prefetches."""
+        """Make the strategy, to which Lightning passes each loader, return a prefetching one."""
         self._end()
         together = [each for each in trainer.callbacks if isinstance(each, Prefetch)]
         if together and together[0] is not self:
@@ -174,11 +175,11 @@ class Prefetch(Callback):
         self._replaced = ReplacedMethod(trainer.strategy, "process_dataloader", process)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave the strategy as it was."""
+        """Restore the strategy."""
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the strategy as it was."""
+        """Restore the strategy."""
         self._end()
 
     def _end(self) -> None:
@@ -191,7 +192,7 @@ class Prefetch(Callback):
         if self._replaced is not None:
             self._replaced.put_back()
             self._replaced = None
-        # Backwards: one that was processed again, as for another epoch, had ours by then.
+        # In reverse: a loader that was processed again, for example for another epoch, had our transfer by then.
         for loader, transfer in reversed(self._given):
             if (alive := loader()) is not None:
                 alive.transfer = transfer
@@ -202,7 +203,7 @@ class Prefetch(Callback):
         return process(self._wrap(trainer, transfer, loader))
 
     def _wrap(self, trainer: Any, transfer: DeviceTransfer | None, loader: Any) -> Any:
-        """Return a loader like ``loader`` with prefetching; what cannot have it comes back as it is."""
+        """Return a prefetching loader like ``loader``, or the loader itself if it does not support prefetching."""
         if not isinstance(loader, DataLoader):
             self._tell_of_foreign(loader)
             return loader
@@ -229,16 +230,16 @@ class Prefetch(Callback):
         return wrapped
 
     def _tell_of_foreign(self, loader: Any) -> None:
-        if not isinstance(loader, DALILoader):  # which prefetches by itself
+        if not isinstance(loader, DALILoader):  # a DALILoader prefetches by itself
             rank_zero_warn(
                 f"Prefetching has no effect on a {type(loader).__name__}, which is not a DataLoader: its "
-                "batches are loaded in their turn. Call PrefetchLoader.of on the DataLoader inside, or iterate a "
+                "batches are loaded one at a time. Call PrefetchLoader.of on the DataLoader inside, or use a "
                 "PrefetchIterator there.",
                 category=NoEffectWarning,
             )
 
     def _count_workers(self, trainer: Any, loader: DataLoader[Any]) -> int | None:
-        """Return how many worker processes a loader is to have; ``None`` if it stays as it is."""
+        """Return the number of worker processes for a loader; ``None`` to leave the loader unchanged."""
         if not self.auto_workers:
             if self.num_workers is None and self.persistent_workers is None:
                 return None
@@ -251,10 +252,10 @@ class Prefetch(Callback):
         return loader.num_workers if found is None else found
 
     def _choose_transfer(self, trainer: Any) -> DeviceTransfer | None:
-        """Return what moves batches ahead under this Trainer; ``None`` if Lightning's own move is left to do it."""
+        """Return what moves batches ahead of time under this Trainer; ``None`` leaves the move to Lightning."""
         device = trainer.strategy.root_device
         transform = self.device_transform
-        # A strategy that copies batches ahead itself says so with this attribute.
+        # A strategy that copies batches ahead of time has this attribute.
         theirs = getattr(trainer.strategy, "device_prefetch", False)
         if transform is None and (theirs or not self.device_prefetch or device.type != "cuda"):
             return None
@@ -265,10 +266,10 @@ class Prefetch(Callback):
 
 
 def _join_settings(callbacks: Sequence[Prefetch]) -> dict[str, Any]:
-    """Return the arguments for one callback that does what several are asked for.
+    """Return the arguments of one callback that combines the settings of several.
 
     Raises:
-        MisconfigurationException: If two of them give different values, neither of them the default.
+        MisconfigurationException: If two of them give different values and neither is the default.
     """
     joined: dict[str, Any] = {}
     for name, parameter in inspect.signature(Prefetch).parameters.items():
@@ -284,15 +285,15 @@ def _join_settings(callbacks: Sequence[Prefetch]) -> dict[str, Any]:
 
 
 def _tell_of_replaced(batch_sampler: Any, stage: str) -> None:
-    """Warn of a batch sampler of the user's that Lightning has made again, around a sampler of its own."""
+    """Warn about a user's batch sampler that Lightning has rebuilt around its own sampler."""
     kind = type(batch_sampler)
     ours = (BatchSampler, EpochBatchSampler, LengthBatchSampler)
     if isinstance(batch_sampler, BatchSampler) and kind not in ours:
         rank_zero_warn(
-            f"Lightning has made the {kind.__name__} of {stage}_dataloader again, around a sampler that shares the "
-            "samples among the ranks: its batches are other ones than on one rank, and ranks may have different "
-            "numbers of them. Use LengthBatchSampler, or Trainer(use_distributed_sampler=False) with a batch sampler "
-            "that shares its batches itself.",
+            f"Lightning has rebuilt the {kind.__name__} of {stage}_dataloader around a sampler that splits the samples "
+            "among the ranks: its batches differ from those on one rank, and ranks may have different numbers of them. "
+            "Use LengthBatchSampler, or Trainer(use_distributed_sampler=False) with a batch sampler that splits its "
+            "batches itself.",
             category=TurboWarning,
         )
 
@@ -302,33 +303,33 @@ def _stage_of(trainer: Any) -> str:
 
 
 def _set_aside(transform: Any, hooks: str) -> None:
-    """Tell that hooks have to see each batch in its turn: a warning, or an error where a transform would be lost."""
+    """Report that hooks must see each batch in its turn: a warning, or an error if a transform would be lost."""
     if transform is not None:
         raise MisconfigurationException(
             f"device_transform={transform!r} runs between on_before_batch_transfer and on_after_batch_transfer, but "
             f"{hooks} is overridden. Call it in on_after_batch_transfer instead."
         )
     rank_zero_warn(
-        f"device_prefetch has no effect, because {hooks} is overridden and has to see each batch in its turn. Loading "
-        "goes on in the background. Pass device_prefetch=False, or use on_after_batch_transfer.",
+        f"device_prefetch has no effect, because {hooks} is overridden and must see each batch in its turn. Loading in "
+        "the background continues. Pass device_prefetch=False, or use on_after_batch_transfer.",
         category=NoEffectWarning,
     )
 
 
 def _limit(trainer: weakref.ref[Any], loader: weakref.ref[Any]) -> float:
-    """Return how many batches a Trainer asks a loader for at most. The loader may be kept after both."""
+    """Return the most batches that a Trainer asks a loader for. The loader may outlive both."""
     asks, asked = trainer(), loader()
     return inf if asks is None or asked is None else batch_limit(asks, asked)
 
 
 def _epoch(trainer: weakref.ref[Any]) -> int:
-    """Return the epoch of a Trainer."""
+    """Return the current epoch of a Trainer."""
     asked = trainer()
     return 0 if asked is None else asked.current_epoch
 
 
 def _tune(loader: DataLoader[Any], stage: str, threads: int) -> int | None:
-    """Return the number of worker processes found by measurement; ``None`` where each loader has to keep its own."""
+    """Return the measured best number of worker processes; ``None`` if each loader must keep its own."""
 
     def make_loader(num_workers: int) -> Any:
         twin = with_workers(loader, num_workers)
@@ -338,10 +339,10 @@ def _tune(loader: DataLoader[Any], stage: str, threads: int) -> int | None:
     if not why:
         try:
             return tune_workers(make_loader).num_workers
-        except RuntimeError as error:  # a batch may be slow or missing; one that is broken tells so itself, in its turn
-            why = f"{error} Give the loader a number of processes itself, for example what tune_workers finds."
+        except RuntimeError as error:  # slow or missing batches; a broken one raises in its turn
+            why = f"{error} Set num_workers on the loader, for example to the result of tune_workers."
     rank_zero_warn(
-        f"auto_workers leaves a loader of {stage}_dataloader as it is, with num_workers={loader.num_workers}: {why}",
+        f"auto_workers does not change a loader of {stage}_dataloader with num_workers={loader.num_workers}: {why}",
         category=NoEffectWarning,
     )
     return None

@@ -200,7 +200,7 @@ def test_a_pass_that_fails_loses_no_gradient(level, delayed, when):
 def test_replicas_of_data_parallel_are_refused(level):
     model = net()
     init(model, sgd(model), level)
-    with pytest.raises(AmpUsageError, match="expected one process a device, got DataParallel"):
+    with pytest.raises(AmpUsageError, match="expected one process per device, got DataParallel"):
         replica_of(model)(torch.ones(2, 4))
 
 

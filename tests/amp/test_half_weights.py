@@ -162,7 +162,7 @@ class Fused(Regression):
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_fused_sgd_that_leaves_half_weights_as_they_are_is_refused(moves, monkeypatch):
     monkeypatch.setattr(half_weights, "_moves_half_weights", lambda: moves)
-    net, said = nn.Linear(4, 2), r"O3: expected an SGD that updates half weights.*Leave out fused=True, or take O2"
+    net, said = nn.Linear(4, 2), r"O3: expected an SGD that updates half weights.*Leave out fused=True, or use O2"
     for level in ("O2", "O3"):
         with contextlib.nullcontext() if moves or level == "O2" else pytest.raises(AmpUsageError, match=said):
             amp.initialize(net, fused_sgd(net.parameters()), opt_level=level, verbosity=0)

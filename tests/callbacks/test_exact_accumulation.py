@@ -119,7 +119,7 @@ def test_a_scheduled_accumulation_is_followed():
 
 @pytest.mark.parametrize(("n", "accumulate", "weight"), [(30, 5, None), (30, 1, None), (29, 1, len)])
 def test_where_every_window_is_full_it_says_so(n, accumulate, weight):
-    with pytest.warns(NoEffectWarning, match="ExactAccumulation changes nothing here"):
+    with pytest.warns(NoEffectWarning, match="ExactAccumulation has no effect"):
         fit(Net(), ExactAccumulation(weight), n=n, max_epochs=1, accumulate_grad_batches=accumulate)
 
 
@@ -139,7 +139,7 @@ class Second(ExactAccumulation):
 @pytest.mark.parametrize(("model", "make", "message"), [
     (Manual, list, "manual optimization divides its losses itself"),
     (Net, lambda: [Second()], "several of them"),
-    (Quasi, list, "LBFGS runs a batch several times"),
+    (Quasi, list, "got LBFGS, which runs it several times"),
     (Net, lambda: [Second(3)], r"ExactAccumulation\(weight\): expected a function .* got 3"),
 ])  # fmt: skip
 def test_what_accumulates_otherwise_is_refused(model, make, message):

@@ -49,7 +49,7 @@ def test_a_fused_step_is_that_of_the_constructor(times):
 
 
 def test_an_optimizer_that_cannot_be_fused_is_told():
-    with pytest.warns(NoEffectWarning, match="no optimizer is an Adam, AdamW, SGD or Adagrad of torch with"):
+    with pytest.warns(NoEffectWarning, match="no optimizer is torch's Adam, AdamW, SGD or Adagrad with"):
         fit(Module(torch.optim.RMSprop), FusedOptimizers())
 
 

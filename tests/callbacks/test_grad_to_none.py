@@ -156,7 +156,7 @@ def test_the_last_step_of_weight_averaging_has_its_gradients():
         return fit(model, averaging, *callbacks, max_epochs=3, gradient_clip_val=0.5, **flags)
 
     plain = run()
-    with pytest.warns(NoEffectWarning, match="StochasticWeightAveraging makes one more step with the last gradients"):
+    with pytest.warns(NoEffectWarning, match="StochasticWeightAveraging uses the last gradients in one more step"):
         same(plain, run(GradToNone()))
     same(plain, run(strategy="turbo"))
 
@@ -216,7 +216,7 @@ def test_a_hook_that_reads_gradients_after_the_forward_pass_keeps_them_and_it_wa
         def on_before_zero_grad(self, optimizer):
             pass
 
-    with pytest.warns(NoEffectWarning, match="Late.on_before_zero_grad is given the gradients after the forward pass"):
+    with pytest.warns(NoEffectWarning, match="Late.on_before_zero_grad reads the gradients after the forward pass"):
         assert fit(Late(), GradToNone()).held[1]
     module = Late()
     module.on_before_zero_grad = None

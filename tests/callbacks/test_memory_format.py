@@ -36,6 +36,6 @@ def test_without_layers_the_memory_format_says_why():
 
     with pytest.warns(NoEffectWarning, match="Flat has no 2D or 3D layers"):
         fit(Flat(), MemoryFormat("channels_last"), max_epochs=1)
-    with pytest.warns(NoEffectWarning, match="Later makes its layers in configure_model, after setup. Call"):
+    with pytest.warns(NoEffectWarning, match="Later creates its layers in configure_model, after setup. Call"):
         fit(model := Later(), MemoryFormat("channels_last"), max_epochs=1)
     assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)

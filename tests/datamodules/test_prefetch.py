@@ -393,7 +393,7 @@ class Unmeasurable(Rows):
 def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset, why, monkeypatch):
     monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=2.0, show=None))
     datamodule = gives(DataLoader(dataset, batch_size=1), auto_workers=True)
-    told = f"leaves a loader of train_dataloader as it is, with num_workers=0: .*{why}"
+    told = f"does not change a loader of train_dataloader with num_workers=0: .*{why}"
     with pytest.warns(NoEffectWarning, match=told), contextlib.suppress(OSError):
         loaders_of(datamodule)
     if dataset.error is None:
@@ -416,7 +416,7 @@ KEPT = {
 @pytest.mark.parametrize(("make", "why"), KEPT.values(), ids=KEPT)
 def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make, why):
     dataset = make()
-    with pytest.warns(NoEffectWarning, match=f"leaves a loader of train_dataloader as it is, .*{why}"):
+    with pytest.warns(NoEffectWarning, match=f"does not change a loader of train_dataloader with .*{why}"):
         loader = loaders_of(gives(DataLoader(dataset, batch_size=2), auto_workers=True))
     assert loader.num_workers == 0
     if getattr(dataset, "thing", None):
@@ -587,7 +587,7 @@ def test_a_number_of_workers_that_one_stream_keeps_is_given_to_no_other(monkeypa
 
     monkeypatch.setattr(prefetch, "tune_workers", lambda make: WorkerTuning(num_workers=0, rows={}))
     trainer = quiet_trainer(callbacks=[Prefetch(auto_workers=True)], max_epochs=1)
-    with pytest.warns(NoEffectWarning, match="leaves a loader of val_dataloader as it is, with num_workers=1"):
+    with pytest.warns(NoEffectWarning, match="does not change a loader of val_dataloader with num_workers=1"):
         trainer.fit(Blind(), datamodule=Both())
     assert [each.num_workers for each in trainer.val_dataloaders] == [1, 0]
 

@@ -83,7 +83,7 @@ def fit(net, *callbacks, level=None, ours="lightning", epochs=3, ckpt_path=None,
     plugins = [ApexAMP(level, dtype=torch.bfloat16)] if level else None
     trainer = quiet_trainer(max_epochs=epochs, plugins=plugins, **added)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ExactAccumulation changes nothing")
+        warnings.filterwarnings("ignore", "ExactAccumulation has no effect")
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
         kind = DataLoader if ours == "lightning" else PrefetchLoader
         trainer.fit(net, loader(kind), loader(), ckpt_path=ckpt_path)

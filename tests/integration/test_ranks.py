@@ -276,7 +276,7 @@ def test_nobody_waits_for_others_while_an_error_is_under_way(ended):
     assert (zero["error"], one["error"]) == ([0], None)  # only rank 0 asks, which would hang
     assert zero["told"] == [0, 1]
     assert len(zero["said"]) == 1
-    assert "the number of rank 0 only, because a KeyError is under way" in zero["said"][0]
+    assert "the number of rank 0 only, because a KeyError was raised" in zero["said"][0]
 
 
 # ExactAccumulation
