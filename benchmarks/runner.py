@@ -75,9 +75,9 @@ class Settings:
         self.device = devices[0] if self.device == "auto" else self.device
         for name in ("threads", "rounds", "processes"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise BenchError(f"{name}={value!r}: expected a whole number from 1 on")
+                raise BenchError(f"{name}={value!r}: expected an integer of 1 or more")
         if not 0 <= self.seed < 2**32:  # as numpy takes them
-            raise BenchError(f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1")
+            raise BenchError(f"seed={self.seed!r}: expected an integer from 0 to 2**32 - 1")
         if self.minutes is not None and not self.minutes > 0:
             raise BenchError(f"minutes={self.minutes!r}: expected a number above 0")
 

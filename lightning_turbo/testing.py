@@ -83,7 +83,7 @@ def check_resume(
         >>> check_resume(lambda workers: PrefetchLoader(data, batch_size=4, shuffle=True), workers=(0,))
     """
     valid = is_list(workers) and workers and all(is_whole(each, 0) for each in workers)
-    expect(valid, "check_resume(workers)", workers, "whole numbers of 0 or more", TypeError)
+    expect(valid, "check_resume(workers)", workers, "integers of 0 or more", TypeError)
     reports = [report_resume(make_loader, stops=stops, workers=each, ranks=ranks, epochs=epochs) for each in workers]
     faults = [f"workers={report.workers}: {fault}" for report in reports for fault in report.faults]
     if faults:
@@ -106,7 +106,7 @@ def report_resume(
     check_count("stops", stops, 0)
     check_count("epochs", epochs)
     valid = is_list(ranks) and ranks and all(is_whole(each, 1) for each in ranks)
-    expect(valid, "check_resume(ranks)", ranks, "whole numbers of 1 or more", TypeError)
+    expect(valid, "check_resume(ranks)", ranks, "integers of 1 or more", TypeError)
     before = shared_state()
     try:
         whole = _Run(make_loader, workers, ranks).epochs_of(epochs, 0)

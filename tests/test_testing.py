@@ -118,8 +118,8 @@ def test_the_report_counts():
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({"workers": ()}, TypeError, r"workers\): expected whole numbers of 0 or more"),
-    ({"ranks": (0,)}, TypeError, r"ranks\): expected whole numbers of 1 or more"),
+    ({"workers": ()}, TypeError, r"workers\): expected integers of 0 or more"),
+    ({"ranks": (0,)}, TypeError, r"ranks\): expected integers of 1 or more"),
     ({"stops": -1}, ValueError, "stops: expected an integer of 0 or more"),
     ({"epochs": 0}, ValueError, "epochs: expected an integer of 1 or more"),
 ])  # fmt: skip

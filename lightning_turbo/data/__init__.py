@@ -1,4 +1,4 @@
-"""Fast loading for any torch loop: prefetching, copies to the device, packed data, and the settings of workers."""
+"""Fast loading for any torch loop: prefetching, copies to the device, packed data, and tuning of workers."""
 
 from __future__ import annotations
 

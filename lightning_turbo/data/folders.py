@@ -1,4 +1,4 @@
-"""Find the files of a folder, and the classes that its subfolders name."""
+"""Finds the files of a folder, and the classes that its subfolders define."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["find_classes", "list_files"]
 def list_files(folder: str | os.PathLike[str], suffixes: Sequence[str]) -> list[Path]:
     """Return the sorted files below a folder that end in one of ``suffixes``.
 
-    Hidden files and folders (``.DS_Store``, ``.ipynb_checkpoints``) are ignored. Links to folders are followed, except
-    a link to one of its own parents, which would never end.
+    Hidden files and folders (``.DS_Store``, ``.ipynb_checkpoints``) are skipped. Links to folders are followed, except
+    to a parent of the link, which would never end.
     """
     found = []
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -38,7 +38,7 @@ def find_classes(
 
     Args:
         root: The folder.
-        suffixes: Suffixes of the files in lower case.
+        suffixes: Lower-case suffixes of the files.
         classes: Class names in the order of their labels. Default: the sorted subfolders.
 
     Raises:
@@ -50,12 +50,12 @@ def find_classes(
     if unknown := sorted(set(folders) - set(names)):
         raise ValueError(
             f"classes: expected all subfolders of {str(root)!r}, got {names!r} without {unknown!r}. Add them to "
-            "classes, also for the training set, or remove the folders."
+            "classes, for the training set too, or remove the folders."
         )
     found = [list_files(root / name, suffixes) for name in names]
     if classes is None and [] in found:
         raise ValueError(
-            f"Found no file ({', '.join(suffixes)}) of the class {str(root / names[found.index([])])!r}. Remove the "
+            f"Found no file ({', '.join(suffixes)}) of class {str(root / names[found.index([])])!r}. Remove the "
             "folder, or pass classes= with the names of all classes."
         )
     labels = np.repeat(np.arange(len(names)), list(map(len, found)))
@@ -70,6 +70,6 @@ def _check_classes(classes: Sequence[str]) -> Sequence[str]:
 
 
 def _is_visible(path: Path) -> bool:
-    """Return whether this is a folder that is not hidden, and not a link to one of its parents."""
+    """Return whether this is a folder that is neither hidden nor a link to one of its parents."""
     hidden = path.name.startswith(".") or path.parent.resolve().is_relative_to(path.resolve())
     return path.is_dir() and not hidden

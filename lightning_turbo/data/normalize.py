@@ -1,4 +1,4 @@
-"""``Normalize``, which turns uint8 images into normalised floats on the device."""
+"""``Normalize``: converts uint8 images to normalized floats on the device."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ __all__ = ["Normalize"]
 
 
 class Normalize:
-    """Normalise the uint8 images of a batch: ``(image / scale - mean) / std``, computed in float32.
+    """Normalize the uint8 images of a batch: ``(image / scale - mean) / std``, computed in float32.
 
-    For ``DevicePrefetcher(transform=...)``: the loader hands over uint8, a quarter of the bytes of float32.
+    Intended for ``DevicePrefetcher(transform=...)``: the loader transfers uint8, a quarter of the bytes of float32.
 
     Args:
-        mean: Mean of each channel, or one for all, in units of ``image / scale``: for pixels from 0 to 1 by default,
-            with ``scale=1`` for the pixels as they are (``0.485 * 255`` in apex's ImageNet example). Numbers or a
-            tensor.
-        std: Standard deviation of each channel, or one for all, above zero, in the same units.
+        mean: Mean of each channel, or one for all, in units of ``image / scale``: pixels from 0 to 1 by default, or raw
+            pixels with ``scale=1`` (``0.485 * 255`` in apex's ImageNet example). Numbers or a tensor.
+        std: Standard deviation of each channel, or one for all, in the same units, above zero.
         dtype: Floating-point dtype of the result, for example ``torch.float16`` for O2 and O3.
         memory_format: Memory format of the result, for example ``torch.channels_last``; ``None`` keeps the batch's.
-        scale: What the highest value of the image stands for, above zero.
-        keys: Which entries of a batch that is a mapping, list or tuple are images. By default every uint8 tensor of
-            four or more dimensions ``(batch, channel, ...)``; a mask of that shape needs ``keys``.
+        scale: Divisor of the image, above zero.
+        keys: Which entries of a mapping, list or tuple are images. Default: every uint8 tensor with four or more
+            dimensions ``(batch, channel, ...)``; if a mask has such a shape, pass ``keys``.
 
     Raises:
-        TypeError: If ``mean`` or ``std`` holds no numbers, ``dtype`` is no floating-point dtype, ``memory_format`` no
-            memory format, or ``keys`` no sequence of names.
+        TypeError: If ``mean`` or ``std`` contains no numbers, ``dtype`` is not a floating-point dtype,
+            ``memory_format`` is not a memory format, or ``keys`` is not a sequence of names.
         ValueError: If ``mean`` and ``std`` differ in length or are empty, a number is not finite, ``std`` or ``scale``
-            is not above zero, or one of the two is above 1 with ``scale=255``.
+            is not above zero, or ``mean`` or ``std`` is above 1 with ``scale=255``.
 
     Warns:
-        NoEffectWarning: Once, if a batch holds no such image: floats are taken as normalised already, unless ``keys``
+        NoEffectWarning: Once, if a batch holds no such image. Float images count as normalized already, unless ``keys``
             names them.
 
     Example:
@@ -61,23 +60,23 @@ class Normalize:
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         expect(floating, "dtype", dtype, "a floating-point dtype, for example torch.float16", TypeError)
         formats = memory_format is None or isinstance(memory_format, torch.memory_format)
-        expect(formats, "memory_format", memory_format, "a memory format as torch.channels_last, or None", TypeError)
+        expect(formats, "memory_format", memory_format, "such as torch.channels_last, or None", TypeError)
         names = keys is None or is_list(keys)
-        expect(names, "keys", keys, "a sequence of names or positions as ('image',), or None", TypeError)
+        expect(names, "keys", keys, "a sequence of names or positions such as ('image',), or None", TypeError)
         self.factor: list[float] = (1 / (scale * stds)).tolist()
         self.offset: list[float] = (-means / stds).tolist()
         self.dtype = dtype
         self.memory_format = memory_format
         self.keys = None if keys is None else tuple(keys)
-        self._told = False  # that a batch held no image
+        self._told = False  # whether it has warned
         self._constants: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with its images normalised; everything else in it is the same object.
+        """Return the batch with its images normalized; all other parts are the same objects.
 
         Raises:
-            KeyError: If the batch has no entry of a name in ``keys``.
-            ValueError: If an image has another number of channels than ``mean``.
+            KeyError: If the batch lacks an entry in ``keys``.
+            ValueError: If the number of channels of an image differs from ``mean``.
         """
         alone = not isinstance(batch, (Mapping, list, tuple))
         parts = {0: batch} if alone else dict(batch if isinstance(batch, Mapping) else enumerate(batch))
@@ -106,7 +105,7 @@ class Normalize:
         found = {name: part.dtype for name, part in parts.items() if isinstance(part, Tensor)}
         warnings.warn(
             f"Normalize has no effect: expected a uint8 tensor of (batch, channel, ...) in the batch, got {found}. "
-            "Pass keys= to normalise floats, with scale=1.0 if they are from 0 to 1; or leave Normalize out.",
+            "Pass keys= to normalize floats, with scale=1.0 if they are from 0 to 1; or remove Normalize.",
             NoEffectWarning,
             stacklevel=3,
         )
@@ -115,16 +114,16 @@ class Normalize:
         channels = len(self.factor)
         if channels > 1 and image.shape[1] != channels:
             raise ValueError(
-                f"Normalize has {channels} channels and the image {image.shape[1]} (shape {tuple(image.shape)}); "
-                "pass one mean and one std for every channel, or one for all."
+                f"Normalize: expected {channels} channels, got {image.shape[1]} (shape {tuple(image.shape)}). "
+                "Pass one mean and one std for every channel, or one for all."
             )
         factor, offset = self._constants_for(image)
         if self.memory_format is not None:
-            image = image.contiguous(memory_format=self.memory_format)  # while it is small
+            image = image.contiguous(memory_format=self.memory_format)  # before it grows to float32
         return torch.addcmul(offset, image.to(torch.float32), factor).to(self.dtype)
 
     def _constants_for(self, image: Tensor) -> list[Tensor]:
-        """Return factor and offset on the device of an image, in a shape that fits it."""
+        """Return factor and offset on the device of an image, in a shape that broadcasts with it."""
         key = (image.device, image.dim())
         if key not in self._constants:
             shape = [1, len(self.factor)] + [1] * (image.dim() - 2)
@@ -141,11 +140,11 @@ def _is_image(part: Any) -> bool:
 
 
 def _check_constants(mean: Any, std: Any, scale: Any) -> tuple[Tensor, Tensor]:
-    """Return ``mean`` and ``std`` as float64 of one length, if they fit one another and ``scale``."""
+    """Return ``mean`` and ``std`` as float64 vectors, after checking them and ``scale``."""
     try:
         means, stds = (torch.as_tensor(values, dtype=torch.float64).flatten() for values in (mean, std))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"mean, std: expected a number for each channel, got {(mean, std)!r}.") from error
+        raise TypeError(f"mean, std: expected one number per channel, got {(mean, std)!r}.") from error
     same = 0 < len(means) == len(stds)
     expect(same, "mean, std", (mean, std), "one number of each for every channel, or one for all")
     finite = torch.stack([means, stds]).isfinite().all() and is_number(scale)

@@ -219,7 +219,7 @@ def _steps_per_epoch(trainer: Any) -> int:
     if not 0 < steps < math.inf:
         raise ValueError(
             f"Trainer: expected a finite number of training steps in an epoch to size the cycle, got {steps}. Pass "
-            "step_size_up, steps_per_epoch, or Trainer(limit_train_batches=...) with a whole number."
+            "step_size_up, steps_per_epoch, or Trainer(limit_train_batches=...) with an integer."
         )
     # The last window of an epoch steps too, however few batches it has.
     return math.ceil(steps)

@@ -59,11 +59,11 @@ class TuneSettings:
         if not 0 < self.minutes < math.inf:
             raise TurboError(f"minutes={self.minutes!r}: expected a number above 0.")
         if not 1 <= self.ranks <= 64:
-            raise TurboError(f"ranks={self.ranks!r}: expected a whole number from 1 to 64.")
+            raise TurboError(f"ranks={self.ranks!r}: expected an integer from 1 to 64.")
         if self.ranks > 1 and not CAN_HOLD:
             raise TurboError(f"ranks={self.ranks}: expected 1 on a system without POSIX signals, which end ranks.")
         if not 0 <= self.seed < 2**32:  # as numpy takes them
-            raise TurboError(f"seed={self.seed!r}: expected a whole number from 0 to 2**32 - 1.")
+            raise TurboError(f"seed={self.seed!r}: expected an integer from 0 to 2**32 - 1.")
         if self.device not in ("auto", "cpu", "cuda"):
             raise TurboError(f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'.")
 

@@ -65,10 +65,10 @@ def test_settings_choose_cases_and_what_these_are_divided_by(options, chosen):
     ({"suite": "fast"}, r"suite='fast': expected one of precision, .*, or 'all'"),
     ({"device": "tpu"}, "device='tpu': expected 'auto', 'cpu', or 'cuda' where torch sees a GPU"),
     ({"device": "cuda"}, "device='cuda': expected 'auto', 'cpu', or"),
-    ({"threads": 0}, "threads=0: expected a whole number from 1 on"),
-    ({"rounds": -1}, "rounds=-1: expected a whole number from 1 on"),
+    ({"threads": 0}, "threads=0: expected an integer of 1 or more"),
+    ({"rounds": -1}, "rounds=-1: expected an integer of 1 or more"),
     ({"minutes": float("nan")}, "minutes=nan: expected a number above 0"),
-    ({"seed": 2**32}, r"seed=4294967296: expected a whole number from 0 to 2\*\*32 - 1"),
+    ({"seed": 2**32}, r"seed=4294967296: expected an integer from 0 to 2\*\*32 - 1"),
 ])  # fmt: skip
 def test_impossible_settings_are_refused(options, message, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -86,11 +86,11 @@ REFUSED = [
     (lambda: Normalize(120.0, 50.0), ValueError, "at most 1 .* Divide both by 255, or pass scale=1.0"),
     (lambda: Normalize(math.nan, 1.0), ValueError, r"mean, std, scale: expected finite numbers, got \(nan, 1.0, 255"),
     (lambda: Normalize(0.1, 1.0, scale=None), ValueError, "mean, std, scale: expected finite numbers"),
-    (lambda: Normalize(None, 1.0), TypeError, r"mean, std: expected a number for each channel, got \(None, 1.0\)"),
+    (lambda: Normalize(None, 1.0), TypeError, r"mean, std: expected one number per channel, got \(None, 1.0\)"),
     (lambda: Normalize(0.1, 1.0, memory_format="nhwc"), TypeError, "expected a memory format .*, got 'nhwc'"),
     (lambda: Normalize(0.1, 1.0, keys="image"), TypeError, "keys: expected a sequence of names .*, got 'image'"),
     (lambda: Normalize(0.1, 1.0, dtype=torch.int8), TypeError, "expected a floating-point dtype.*, got torch.int8"),
-    (lambda: Normalize([0.1, 0.1], [1.0, 1.0])(IMAGE), ValueError, "Normalize has 2 channels and the image 3"),
+    (lambda: Normalize([0.1, 0.1], [1.0, 1.0])(IMAGE), ValueError, "Normalize: expected 2 channels, got 3"),
     (lambda: Normalize(0.1, 1.0, keys=["x"])({"image": IMAGE}), KeyError, r"batch has no \['x'\]; it has \['image'\]"),
     # tune_workers.
     (lambda: tune(3), TypeError, "make_loader: expected a function that returns a DataLoader, got 3"),
@@ -98,7 +98,7 @@ REFUSED = [
     (lambda: tune(show=3), TypeError, "show=3: expected a function or None"),
     (lambda: tune(seconds=0), ValueError, "seconds: expected a finite number above zero, got 0"),
     (lambda: tune(seconds=math.inf), ValueError, "above zero, got inf"),
-    (lambda: tune(max_workers=-1), ValueError, "max_workers: expected a whole number of 0 or more, or None, got -1"),
+    (lambda: tune(max_workers=-1), ValueError, "max_workers: expected an integer of 0 or more, or None, got -1"),
     (lambda: tune(max_workers=0.5), ValueError, "or None, got 0.5"),
     (lambda: tune(tolerance=-0.1), ValueError, "tolerance: expected a finite number of 0 or more, as 0.05, got -0.1"),
     # PackedDataset.

@@ -414,9 +414,9 @@ def test_the_command_finds_and_writes(script, tmp_path, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["absent.py"], "'absent.py' is not a file; give the path of a Python script that trains"),
     (["--minutes", "0", "train.py"], "minutes=0.0: expected a number above 0"),
-    (["--ranks", "0", "train.py"], "ranks=0: expected a whole number from 1 to 64"),
+    (["--ranks", "0", "train.py"], "ranks=0: expected an integer from 1 to 64"),
     (["--resume", "train.py"], "--resume: expected runs/tune/measured.json of an earlier run"),
-    (["--seed", str(2**32), "train.py"], f"seed={2**32}: expected a whole number from 0 to 2**32 - 1"),
+    (["--seed", str(2**32), "train.py"], f"seed={2**32}: expected an integer from 0 to 2**32 - 1"),
     (["--only", "prefetsch", "train.py"], "'prefetsch' names no candidate; expected some of prefetch, "),
     (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
     (["--out", "train.py", "train.py"], "out='train.py': Not a directory; expected a folder that can be made"),

@@ -49,7 +49,7 @@ def test_a_loop_without_a_trainer_is_sent_to_amp():
     ({"min_scale": 0.0}, "min_scale: expected a finite number above zero, got 0.0."),
     ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale: expected at most max_scale=4.0, got 8.0."),
     ({"max_scale": None}, "max_scale: expected a finite number above zero, got None."),
-    ({"growth_interval": 0}, "growth_interval: expected a whole number from 1 on, got 0."),
+    ({"growth_interval": 0}, "growth_interval: expected an integer of 1 or more, got 0."),
     ({"loss_scale": -1.0}, "loss_scale: expected a finite number above zero, got -1.0."),
 ])  # fmt: skip
 def test_a_scaler_refuses_limits_in_words(settings, said):

@@ -1,6 +1,6 @@
-"""Augmentation of whole batches, on the device, in 2D and 3D, with random numbers that belong to the samples.
+"""Augmentation of whole batches on the device, in 2D and 3D, with random numbers that are tied to the samples.
 
-``BatchAugmentation`` applies transforms to a batch; ``IndexedDataset`` brings the indices of the samples into it.
+``BatchAugmentation`` applies transforms to a batch; ``IndexedDataset`` adds the indices of the samples to it.
 
 Example:
     >>> from lightning_turbo import augment

@@ -1,4 +1,4 @@
-"""``BatchAugmentation``: transforms of a whole batch, on whatever device it is."""
+"""``BatchAugmentation``: transforms of a whole batch on any device."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ Name = str | int
 
 
 class BatchAugmentation:
-    """Augments the images of a batch, and masks with them, at once, on the device on which they are.
+    """Augments the images of a batch, and their masks with them, all at once on their device.
 
     Every random number is a function of ``(seed, epoch, index of the sample, position of the transform)``. So a sample
-    gets the same parameters in any batch, of any size, with any number of worker processes and ranks, on any device,
-    and in a run that was resumed; nothing has to be saved for it.
+    gets the same parameters in any batch, with any batch size, number of worker processes and number of ranks, on any
+    device, and in a resumed run. Nothing needs to be saved.
 
-    A batch is a mapping, a tuple, a list or a dataclass. It is not changed: the result is one like it, with other
-    images, masks and labels. Images are computed in float32 whatever dtype they come in, and outside of autocast and
-    autograd. In a Trainer, the callback ``AugmentBatches`` calls it.
+    A batch is a mapping, a tuple, a list or a dataclass. It is not modified: the result is a similar one with other
+    images, masks and labels. Images are computed in float32 whatever their dtype, outside autocast and autograd. In a
+    Trainer, the callback ``AugmentBatches`` calls this.
 
     Args:
         transforms: Transforms of ``lightning_turbo.augment``, applied in order.
         seed: An integer from 0 to ``2**32 - 1``.
         image: Name or position of the images in the batch, ``(n, channels, height, width)`` or ``(n, channels, depth,
-            height, width)``, or a sequence of several names. Images of one sample are changed alike.
+            height, width)``, or a sequence of several. All images of one sample get the same transform.
         mask: The same for masks, ``(n, channels, *space)`` or ``(n, *space)``, where ``space`` is that of the images.
-            They are sampled by nearest neighbour, and hold any numbers up to ``2**24``.
+            They are sampled by nearest neighbor and may hold any numbers up to ``2**24``.
         label: Name or position of the label for ``MixUp`` and ``CutMix``.
-        dtype: Floating-point dtype of the images of the result, for example ``torch.float16`` for O2 and O3; ``None``
-            keeps that of the first.
+        dtype: Floating-point dtype of the resulting images, for example ``torch.float16`` for O2 and O3; ``None`` keeps
+            that of the first image.
 
     Raises:
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``seed`` is out of range.
 
     Example:
@@ -54,7 +54,7 @@ class BatchAugmentation:
         (tensor([[[[1., 0.],
                   [3., 2.]]]]), 'label')
 
-    Source: The keys of JAX's random numbers; SplitMix64 (Steele, Lea and Flood, 2014).
+    Source: the random number keys of JAX; SplitMix64 (Steele, Lea and Flood, 2014).
     """
 
     def __init__(
@@ -83,23 +83,24 @@ class BatchAugmentation:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from which random numbers follow; a Trainer's callback does it."""
+        """Set the epoch, which the random numbers depend on; under a Trainer the callback does this."""
         self.epoch = check_count("epoch", epoch, 0)
 
     @torch.no_grad()
     def __call__(self, batch: Any, index: Sequence[int] | None = None) -> Any:
-        """Return the batch with its parts changed.
+        """Return the batch with its parts transformed.
 
         Args:
-            batch: What a loader of an ``IndexedDataset`` yields, or any batch where ``index`` is given.
+            batch: A batch from a loader of an ``IndexedDataset``, or any batch if ``index`` is given.
             index: The index of each sample in its dataset.
 
         Raises:
-            KeyError: If the batch has no part of a name.
-            TypeError: If a part is not a tensor, or images are not of a floating-point dtype and ``dtype`` is ``None``.
-            ValueError: If there is no index, or parts have shapes that do not fit.
+            KeyError: If the batch lacks a named part.
+            TypeError: If a part is not a tensor, or an image is not floating-point while ``dtype`` is ``None``.
+            ValueError: If there is no index, or shapes do not match.
         """
-        # The indices of an ``IndexedDataset`` count: they went through workers and samplers with their samples.
+        # The indices of an ``IndexedDataset`` take precedence: they passed through samplers and workers with their
+        # samples.
         if isinstance(batch, Indexed):
             index, batch = batch
         if index is None:
@@ -109,7 +110,7 @@ class BatchAugmentation:
             )
         parts = self._read(batch, index)
         dtype = self.dtype or _part(batch, self.images[0]).dtype
-        # The caller's autocast would blur and interpolate in half precision, and a sample would differ by level.
+        # Under the caller's autocast, blur and interpolation would run in half precision and differ between levels.
         with torch.autocast(parts.images[0].device.type, enabled=False):
             draws = draws_of(self.seed, self.epoch, index, len(self.transforms))
             for transform, own in zip(self.transforms, draws, strict=True):
@@ -118,21 +119,21 @@ class BatchAugmentation:
         for name, image in zip(self.images, parts.images, strict=True):
             kept = torch.channels_last if _is_channels_last(_part(batch, name)) else torch.preserve_format
             changed[name] = image.to(dtype, memory_format=kept)
-        # A mask that came without an axis of channels goes back without it.
+        # A mask that came without a channel axis is returned without one.
         for name, mask in zip(self.masks, parts.masks, strict=True):
             given = _part(batch, name)
             changed[name] = (mask if given.dim() == mask.dim() else mask[:, 0]).view(given.dtype)
         return _with_parts(batch, changed)
 
     def _read(self, batch: Any, index: Sequence[int]) -> Parts:
-        """Return what transforms change, once its shapes are known to fit."""
+        """Return what transforms change, after checking the shapes."""
         images = [self._check_image(name, _part(batch, name)) for name in self.images]
         _check_shapes(self.images, images, index)
         masks = [_check_mask(name, _part(batch, name), images[0]) for name in self.masks]
         return Parts([each.float() for each in images], masks, None if self.label is None else _part(batch, self.label))
 
     def _check_image(self, name: Name, image: Any) -> Tensor:
-        """Return an image that has the shape and dtype of one."""
+        """Return an image after checking its shape and dtype."""
         expect(isinstance(image, Tensor), f"image {name!r}", image, "a tensor", TypeError)
         if not (image.is_floating_point() or (self.dtype is not None and not image.is_complex())):
             raise TypeError(
@@ -159,18 +160,18 @@ def _check_names(argument: str, names: Any) -> tuple[Name, ...]:
 
 
 def _check_shapes(names: Sequence[Name], images: Sequence[Tensor], index: Sequence[int]) -> None:
-    """Refuse images of one batch that differ in number or space, and another number of indices."""
+    """Raise an error if the images of a batch differ in number or space, or the number of indices differs."""
     first = images[0]
     count = len(images[0])
     for name, image in zip(names, images, strict=True):
-        what = f"{count} samples of the space {tuple(first.shape[2:])}, as image {names[0]!r} has"
+        what = f"{count} samples of the space {tuple(first.shape[2:])}, like image {names[0]!r}"
         fits = len(image) == count and image.shape[2:] == first.shape[2:]
         expect(fits, f"image {name!r}: shape", tuple(image.shape), what)
-    expect(len(index) == count, "index", index, f"{count} indices, one a sample")
+    expect(len(index) == count, "index", index, f"{count} indices, one per sample")
 
 
 def _check_mask(name: Name, mask: Any, image: Tensor) -> Tensor:
-    """Return a mask with an axis of channels, in a dtype that torch can index."""
+    """Return a mask with a channel axis, in a dtype that torch can index."""
     expect(isinstance(mask, Tensor), f"mask {name!r}", mask, "a tensor", TypeError)
     count = len(image)
     space = tuple(image.shape[2:])
@@ -178,7 +179,7 @@ def _check_mask(name: Name, mask: Any, image: Tensor) -> Tensor:
     fits = whole.dim() == image.dim() and len(whole) == count and tuple(whole.shape[2:]) == space
     what = f"{(count, 'channels', *space)} or {(count, *space)}, because the image has {tuple(image.shape)}"
     expect(fits, f"mask {name!r}: shape", tuple(mask.shape), what)
-    # Voxels of a mask are moved, and not computed with, so that other bits of the same size do.
+    # Voxels of a mask are only moved, never computed with, so a signed dtype of the same size will do.
     return whole.view(SIGNED.get(whole.dtype, whole.dtype))
 
 
@@ -198,8 +199,8 @@ def _part(batch: Any, name: Any) -> Any:
 
 
 def _with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
-    """Return a batch like ``batch`` with other parts."""
-    # A tuple is made again, by ``_make`` where it is a named one; of anything else a shallow copy gets the other parts.
+    """Return a batch like ``batch`` with some parts replaced."""
+    # A tuple is rebuilt, a named one with ``_make``; anything else is copied shallowly and its parts are replaced.
     if isinstance(batch, tuple):
         items = list(batch)
         for name, part in parts.items():
@@ -208,7 +209,7 @@ def _with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
     twin: Any = copy.copy(batch)
     for name, part in parts.items():
         if dataclasses.is_dataclass(batch):
-            object.__setattr__(twin, name, part)  # a frozen one too
+            object.__setattr__(twin, name, part)  # works for a frozen one too
         else:
             twin[name] = part
     return twin

@@ -1,4 +1,4 @@
-"""The indices of the samples of a batch, on their way from the dataset to what draws from them."""
+"""Carries the indices of the samples of a batch from the dataset to the transforms."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ class _Pair(NamedTuple):
 class Indexed(_Pair):
     """A sample and its index, or a batch and the list of its indices.
 
-    torch and Lightning keep this tuple around what they collate, pin and move. The indices of a batch are integers, not
-    a tensor, and so stay on the host: nothing has to wait for the device to read them.
+    torch and Lightning preserve this tuple when they collate, pin and move a batch. The indices of a batch are
+    integers, not a tensor, so they stay on the host and can be read without synchronization.
     """
 
     __slots__ = ()
 
     def __new__(cls, index: Any, data: Any) -> Indexed:
-        """Make the pair; indices that were collated to a tensor become a list again."""
+        """Create the pair; indices that were collated into a tensor become a list again."""
         return super().__new__(cls, index.tolist() if isinstance(index, Tensor) else index, data)
 
 
 class _Loaded(list[Indexed]):
-    """Samples that a dataset loaded in one call, and the list that it returned, which its own collate may know."""
+    """Samples that a dataset loaded in one call, with the list that it returned, which its collate may recognize."""
 
     samples: Any
 
 
 class IndexedDataset(Dataset[Indexed]):
-    """A dataset whose samples come with their index, for ``BatchAugmentation``, which takes it off again.
+    """A dataset that returns its samples with their indices, for ``BatchAugmentation``, which removes the indices.
 
     Args:
-        dataset: A dataset with ``__getitem__`` and integers as indices.
+        dataset: A dataset with ``__getitem__`` and integer indices.
 
     Raises:
         TypeError: If ``dataset`` is an ``IterableDataset``, whose samples have no index.
 
     Note:
-        A ``collate_fn`` of your own gets samples with their index: wrap it in ``IndexedCollate``. Call
+        A custom ``collate_fn`` receives samples with their indices: wrap it in ``IndexedCollate``. Call
         ``seed_samples`` on a loader of this dataset, not before.
 
     Example:
@@ -73,10 +73,10 @@ class IndexedDataset(Dataset[Indexed]):
     def __getitem__(self, index: int) -> Indexed:
         return Indexed(int(index), self.dataset[index])
 
-    # A property: where it is ``None``, torch loads sample by sample, as it would without such a method.
+    # A property, because torch loads sample by sample if it is ``None``.
     @property
     def __getitems__(self) -> Callable[[Any], list[Indexed]] | None:
-        """What loads a batch in one call, where the dataset does."""
+        """Loads a batch in one call, if the dataset can."""
         return self._load_batch if loads_batches(self.dataset) else None
 
     def _load_batch(self, indices: Any) -> list[Indexed]:
@@ -87,10 +87,10 @@ class IndexedDataset(Dataset[Indexed]):
 
 
 class IndexedCollate:
-    """A ``collate_fn`` for an ``IndexedDataset``: calls another one on the samples without their indices.
+    """A ``collate_fn`` for an ``IndexedDataset`` that calls another one on the samples without their indices.
 
     Args:
-        collate_fn: Makes a batch of a list of samples.
+        collate_fn: Collates a list of samples into a batch.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -99,7 +99,7 @@ class IndexedCollate:
 
     def __call__(self, samples: list[Indexed]) -> Indexed:
         """Return the batch with its indices."""
-        # The very list that the dataset returned: ``PackedDataset.collate`` finds the whole batch on it.
+        # Pass the same list that the dataset returned: ``PackedDataset.collate`` looks for the whole batch on it.
         data = [each.data for each in samples]
         loaded: list[Any] = getattr(samples, "samples", [])
         if len(loaded) == len(data) and all(map(operator.is_, loaded, data)):

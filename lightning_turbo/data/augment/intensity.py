@@ -1,4 +1,4 @@
-"""Transforms of intensities. They change images alone."""
+"""Intensity transforms. They only change images."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
     "RandomGaussianNoise", "RandomLowResolution",
 ]  # fmt: skip
 
-# Deviations. How far the filter of a blur reaches: beyond there is less than a ten-thousandth of its weight.
+# Radius of the blur filter in standard deviations; beyond it lies less than a ten-thousandth of its weight.
 REACH = 4.0
 
 
 class _Intensity(Transform):
-    """The common part: one number a sample is drawn from a range, and an image is changed by it.
+    """Base class: draws one number per sample from a range and changes the image by it.
 
     Args:
-        p: The probability with which a sample is changed.
+        p: Probability that a sample is changed.
         name: Name of the range, for messages.
         ends: The range.
-        least: The lowest number that it may hold.
+        least: Smallest valid value in the range.
     """
 
     def __init__(self, p: float, name: str, ends: Sequence[float], least: float = 0.0) -> None:
@@ -44,29 +44,29 @@ class _Intensity(Transform):
         self.range = check_range(self, name, ends, least)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change the images."""
+        """Transform the images."""
         rows = draws.rows(self.p)
         values = draws.uniform(*self.range)[rows]
         parts.images = [on_rows(image, rows, lambda x: self.change(x, values)) for image in parts.images]
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
-        """Return images changed by one number each.
+        """Return images, each transformed by one number.
 
         Args:
             image: float32 of shape ``(n, channels, *space)``.
-            value: The numbers, one for each image, on the CPU.
+            value: One number per image, on the CPU.
         """
         raise NotImplementedError
 
 
 class RandomGamma(_Intensity):
-    """Raise the intensities, stretched to between 0 and 1, to a power: ``((x - min) / range) ** gamma * range + min``.
+    """Apply a power to intensities scaled to [0, 1]: ``((x - min) / range) ** gamma * range + min``.
 
-    Lowest value and range are those of each sample and channel.
+    Minimum and range are those of each sample and channel.
 
     Args:
-        gamma: Range of the power, 0 or more; above 1 darkens.
-        p: The probability with which a sample is changed, from 0 to 1.
+        gamma: Range of the exponent, 0 or more; above 1 darkens.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -78,19 +78,19 @@ class RandomGamma(_Intensity):
         super().__init__(p, "gamma", gamma)
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
-        """Return the images to the power of ``value``."""
+        """Return the images raised to the power ``value``."""
         low, high = _bounds(image)
         span = high - low
-        # A constant channel has no span, and its quotient is 0.
+        # A constant channel has a range of 0 and a quotient of 0.
         return (image - low).div_(torch.where(span == 0, 1, span)).pow_(per_sample(value, image)).mul_(span).add_(low)
 
 
 class RandomContrast(_Intensity):
-    """Move the intensities away from their mean, or towards it; none leaves the range of its sample and channel.
+    """Scale the distance of intensities to their mean; the result stays in the range of its sample and channel.
 
     Args:
         factor: Range of the factor, 0 or more.
-        p: The probability with which a sample is changed, from 0 to 1.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -102,13 +102,13 @@ class RandomContrast(_Intensity):
         super().__init__(p, "factor", factor)
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
-        """Return the images with ``value`` times their contrast."""
-        # As with MONAI's ``preserve_range``, no voxel becomes brighter than the brightest one was, or darker.
+        """Return the images with their contrast multiplied by ``value``."""
+        # Like MONAI's ``preserve_range``, no voxel becomes brighter than the brightest one or darker than the darkest.
         mean = image.mean(_space(image), keepdim=True)
         factor = per_sample(value, image)
         low, high = _bounds(image)
         changed = (image * factor).add_(mean * (1 - factor))
-        # In place, where clamp_ with tensors as bounds takes ten times as long.
+        # Not clamp_, which takes ten times as long with tensors as bounds.
         torch.maximum(changed, low, out=changed)
         return torch.minimum(changed, high, out=changed)
 
@@ -118,7 +118,7 @@ class RandomBrightness(_Intensity):
 
     Args:
         factor: Range of the factor, 0 or more.
-        p: The probability with which a sample is changed, from 0 to 1.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -130,7 +130,7 @@ class RandomBrightness(_Intensity):
         super().__init__(p, "factor", factor)
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
-        """Return ``value`` times the images."""
+        """Return the images multiplied by ``value``."""
         return image * per_sample(value, image)
 
 
@@ -138,20 +138,20 @@ class RandomGaussianNoise(_Intensity):
     """Add independent normal noise to every voxel.
 
     Args:
-        std: Range of the standard deviation, in units of the image, 0 or more.
-        p: The probability with which a sample is changed, from 0 to 1.
+        std: Range of the standard deviation in units of the image, 0 or more.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range.
 
-    Source: MONAI's ``RandGaussianNoise``; the numbers are SplitMix64's, by Box and Muller.
+    Source: MONAI's ``RandGaussianNoise``; numbers from SplitMix64 with the Box-Muller transform.
     """
 
     def __init__(self, std: Sequence[float] = (0.0, 0.1), *, p: float = 0.1) -> None:
         super().__init__(p, "std", std)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change the images."""
+        """Transform the images."""
         rows = draws.rows(self.p)
         std = draws.uniform(*self.range)[rows]
         parts.images = [
@@ -163,13 +163,13 @@ class RandomGaussianNoise(_Intensity):
 
 
 class RandomGaussianBlur(_Intensity):
-    """Blur by a Gaussian, integrated over each voxel. Weights that fall outside of the image are left out.
+    """Blur with a Gaussian that is integrated over each voxel. Weights outside the image are dropped.
 
-    In 2D, so are those further away than four of the largest deviations of ``sigma``, up to 1.5.
+    In 2D, for ``sigma`` up to 1.5, weights beyond four times the largest ``sigma`` are dropped too.
 
     Args:
-        sigma: Range of the standard deviation, in voxels, 0 or more.
-        p: The probability with which a sample is changed, from 0 to 1.
+        sigma: Range of the standard deviation in voxels, 0 or more.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -182,7 +182,7 @@ class RandomGaussianBlur(_Intensity):
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return the images blurred with standard deviation ``value``."""
-        # A deviation of 0 would divide by 0; a thousandth of a voxel blurs nothing.
+        # Avoids a division by 0; a deviation of a thousandth of a voxel blurs nothing.
         scale = value.view(-1, 1).float().clamp(min=1e-3) * 2**0.5
         reach = max(1, math.ceil(REACH * self.range[1]))
         filters = _gaussian(torch.arange(-reach, reach + 1), scale)
@@ -200,16 +200,16 @@ class RandomGaussianBlur(_Intensity):
 
 
 def _gaussian(far: Tensor, scale: Tensor) -> Tensor:
-    """Return a Gaussian, integrated over the voxels so far away; ``scale`` is the root of two deviations squared."""
+    """Return a Gaussian integrated over voxels at these distances; ``scale`` is the square root of 2, times sigma."""
     return torch.erf((far + 0.5) / scale) - torch.erf((far - 0.5) / scale)
 
 
 class RandomLowResolution(_Intensity):
-    """Sample with fewer voxels, by nearest neighbour, and enlarge to the old size again, linearly.
+    """Downsample by nearest neighbor and upsample linearly to the original size.
 
     Args:
-        zoom: Range of the fraction of voxels that is kept along each axis, above 0 and up to 1.
-        p: The probability with which a sample is changed, from 0 to 1.
+        zoom: Range of the fraction of voxels kept along each axis, above 0 and up to 1.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -223,35 +223,36 @@ class RandomLowResolution(_Intensity):
             raise ValueError(f"RandomLowResolution: zoom: expected fractions up to 1, got {zoom!r}.")
 
     def change(self, image: Tensor, value: Tensor) -> Tensor:
-        """Return the images as from ``value`` times as many voxels along each axis."""
+        """Return the images at a resolution of ``value`` times the original along each axis."""
         sizes = torch.tensor(image.shape[2:])
         kept = (value.view(-1, 1).float() * sizes).round().clamp(min=1).int()
         return kernels.low_resolution(image, kept.tolist())
 
 
 class NormalizeIntensity(Transform):
-    """Subtract the mean of each sample and channel and divide by its standard deviation, where that is not 0.
+    """Subtract the mean of each sample and channel and divide by the standard deviation, unless that is 0.
 
-    With statistics of a dataset these are its mean and deviation, after a clip to its percentiles 0.5 and 99.5.
+    With dataset statistics, these are the mean and standard deviation of the dataset, after clipping to its percentiles
+    0.5 and 99.5.
 
     Args:
-        intensities: For each channel a dictionary with ``mean``, ``std``, ``percentile_00_5`` and ``percentile_99_5``,
-            as ``PatchDataset(...).intensities["volumes"]`` of a folder that was packed with label volumes. Default:
-            each sample by its own.
+        intensities: A dictionary per channel with ``mean``, ``std``, ``percentile_00_5`` and ``percentile_99_5``, such
+            as ``PatchDataset(...).intensities["volumes"]`` of a folder packed with label volumes. Default: the
+            statistics of each sample.
 
     Raises:
         KeyError: If one of the four is missing.
         TypeError: If ``intensities`` is not a sequence of dictionaries of numbers.
-        ValueError: At the first batch, if an image has another number of channels.
+        ValueError: At the first batch, if the number of channels differs.
 
     Source: MONAI's ``NormalizeIntensity(channel_wise=True)``; nnU-Net's ``CTNormalization`` with statistics. For
-    constants there is ``Normalize``.
+    constants, use ``Normalize``.
     """
 
     def __init__(self, intensities: Sequence[Mapping[str, float]] | None = None) -> None:
         super().__init__(1.0)
         valid = intensities is None or (is_list(intensities) and all(isinstance(each, Mapping) for each in intensities))
-        what = "a dictionary of statistics for each channel, as PatchDataset(...).intensities['volumes'], or None"
+        what = "a dictionary of statistics per channel, such as PatchDataset(...).intensities['volumes'], or None"
         expect(
             valid and (intensities is None or intensities),
             "NormalizeIntensity: intensities",
@@ -262,29 +263,29 @@ class NormalizeIntensity(Transform):
         self.statistics = None if intensities is None else _columns(intensities)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change the images."""
+        """Transform the images."""
         parts.images = [self.change(image) for image in parts.images]
 
     def change(self, image: Tensor) -> Tensor:
-        """Return the images normalised."""
+        """Return the normalized images."""
         if self.statistics is not None:
             channels = self.statistics.shape[1]
             expect(
                 image.shape[1] == channels,
                 "NormalizeIntensity: channels",
                 image.shape[1],
-                f"{channels}, as intensities",
+                f"{channels}, like intensities",
             )
             columns = self.statistics.to(image.device, non_blocking=True)
             mean, std, low, high = columns.view(4, 1, channels, *[1] * (image.dim() - 2))
             return image.clamp(low, high).sub_(mean).div_(std)
-        # A constant channel becomes 0 and not NaN, as in MONAI.
+        # A constant channel becomes 0, not NaN, as in MONAI.
         std, mean = torch.std_mean(image, _space(image), correction=0, keepdim=True)
         return (image - mean) / torch.where(std == 0, 1, std)
 
 
 def _columns(intensities: Sequence[Mapping[str, float]]) -> Tensor:
-    """Return mean, deviation, and the two percentiles as rows, a column for each channel."""
+    """Return mean, standard deviation and the two percentiles as rows, with a column per channel."""
     names = ("mean", "std", "percentile_00_5", "percentile_99_5")
     for each in intensities:
         missing = [name for name in names if name not in each]
@@ -299,6 +300,6 @@ def _space(image: Tensor) -> list[int]:
 
 
 def _bounds(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest value of each sample and channel."""
+    """Return the minimum and maximum of each sample and channel."""
     axes = _space(image)
     return image.amin(axes, keepdim=True), image.amax(axes, keepdim=True)

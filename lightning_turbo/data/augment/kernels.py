@@ -1,6 +1,6 @@
-"""Which kernels compute what: torch's own where they are the fastest on the device at hand, this package's where not.
+"""Selects the fastest kernel for each operation and device: torch's own, or one of this package.
 
-Measured by ``python -m benchmarks augment``, on one core of a CPU. Each function here says what it takes, and where.
+Measured with ``python -m benchmarks augment`` on one CPU core. Each function documents its costs.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ __all__ = [
     "samples_by_torch",
 ]
 
-# Voxels. A filter up to this width is one convolution in two dimensions; a wider one costs less as matrices.
+# Widest filter, in voxels, that runs as one 2D convolution; a wider one is faster as matrix products.
 WIDEST_FILTER = 13
 
 
 def samples_by_torch(image: Tensor) -> bool:
-    """Whether ``grid_sample`` samples images of this kind fastest.
+    """Return whether ``grid_sample`` is the fastest way to sample these images.
 
-    In two dimensions on a CPU, where it takes whole rows at once. In three it goes voxel by voxel there, and takes
-    twice as long as arrays of corners. On CUDA it is one kernel.
+    It is in 2D on a CPU, where it vectorizes over rows. In 3D on a CPU it works voxel by voxel and takes twice as long
+    as gathering corners. On CUDA it is one kernel.
     """
     return image.dim() == 4 or image.is_cuda
 
 
 def grid_of(source: Tensor) -> Tensor:
-    """Return what ``grid_sample`` takes: the last axis first, and an image from -1 to 1.
+    """Return the grid for ``grid_sample``: the last axis first, and the image from -1 to 1.
 
     Args:
-        source: Where each voxel of the result comes from, in voxels from the centre, ``(n, axes, *space)``.
+        source: Source position of each voxel of the result, in voxels from the center, ``(n, axes, *space)``.
     """
     axes = [source[:, axis] * (2 / size) for axis, size in enumerate(source.shape[2:])]
     return torch.stack(axes[::-1], -1)
 
 
 def affine_grid(matrix: Tensor, space: Sequence[int]) -> Tensor:
-    """Return the same for a matrix in voxels from the centre, ``(n, axes, axes + 1)``: in one pass over the voxels."""
+    """Return the same for an affine matrix in voxels from the center, ``(n, axes, axes + 1)``, in one pass."""
     axes = len(space)
     scale = 2 / torch.tensor(space, device=matrix.device, dtype=matrix.dtype)
     columns = (matrix * scale[:, None]).flip(1).unbind(2)
@@ -59,16 +59,16 @@ def affine_grid(matrix: Tensor, space: Sequence[int]) -> Tensor:
 
 
 def sample_linear(image: Tensor, grid: Tensor, padding_mode: str) -> Tensor:
-    """Sample images by ``grid_sample``, linearly."""
+    """Sample images linearly with ``grid_sample``."""
     return F.grid_sample(image, grid, padding_mode=padding_mode, align_corners=False)
 
 
 def low_resolution(image: Tensor, kept: Sequence[Sequence[int]]) -> Tensor:
-    """Return images as from fewer voxels: by nearest neighbour to the sizes in ``kept``, and linearly back.
+    """Return images as if they had fewer voxels: nearest neighbor to the sizes in ``kept``, then linear upsampling.
 
     Args:
         image: ``(n, channels, *space)``.
-        kept: The size of the small image of each sample.
+        kept: Size of the small image of each sample.
     """
     mode = "bilinear" if image.dim() == 4 else "trilinear"
 
@@ -80,12 +80,12 @@ def low_resolution(image: Tensor, kept: Sequence[Sequence[int]]) -> Tensor:
 
 
 def blur(image: Tensor, weights: Tensor) -> Tensor | None:
-    """Blur images by one convolution; ``None`` where matrices take less time: in three dimensions, and if it is wide.
+    """Blur 2D images with one convolution; ``None`` if matrix products are faster: in 3D, or for a wide filter.
 
     Args:
         image: ``(n, channels, height, width)``.
-        weights: Of the filter along an axis, an odd number for each sample: ``(n, width)``, which sum to 1. What falls
-            outside of the image is left out, and the others count more.
+        weights: Filter along an axis, ``(n, width)`` with an odd width; each filter sums to 1. Weights outside the
+            image are dropped and the others renormalized.
     """
     if image.dim() != 4 or weights.shape[1] > WIDEST_FILTER:
         return None
@@ -93,7 +93,7 @@ def blur(image: Tensor, weights: Tensor) -> Tensor | None:
     kernel = weights[:, :, None] * weights[:, None]
     kernel = kernel.repeat_interleave(channels, 0)[:, None]
     done = F.conv2d(image.reshape(1, n * channels, *space), kernel, groups=n * channels, padding=weights.shape[1] // 2)
-    # What counts less at the borders: the sum of the weights that lie inside, along each axis.
+    # The renormalization at the borders: the sum of the weights inside the image, along each axis.
     ends = [
         F.conv1d(weights.new_ones(1, n, size), weights[:, None], groups=n, padding=weights.shape[1] // 2)[0]
         for size in space
@@ -102,12 +102,12 @@ def blur(image: Tensor, weights: Tensor) -> Tensor | None:
 
 
 def crop(batch: Tensor, begin: Tensor, size: Sequence[int]) -> Tensor:
-    """Return a patch of each sample: slices that are copied one after another.
+    """Cut a patch from each sample by slicing and copying one at a time.
 
     Args:
         batch: ``(n, channels, *space)``.
-        begin: Where each patch begins, ``(n, axes)`` on the CPU.
-        size: Of the patches.
+        begin: Start of each patch, ``(n, axes)`` on the CPU.
+        size: Size of the patches.
     """
 
     def cut(sample: Tensor, place: Sequence[int]) -> Tensor:
@@ -117,7 +117,7 @@ def crop(batch: Tensor, begin: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def flip(batch: Tensor, flipped: Sequence[Sequence[int]]) -> Tensor:
-    """Return the samples mirrored along axes of each, one after another; the batch itself if there are none."""
+    """Mirror each sample along its own axes; return the batch itself if there are none."""
     if not any(flipped):
         return batch
     done = torch.empty_like(batch)
@@ -127,9 +127,9 @@ def flip(batch: Tensor, flipped: Sequence[Sequence[int]]) -> Tensor:
 
 
 def on_rows(batch: Tensor, rows: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``batch`` with ``change`` applied to its samples at ``rows``; it is not changed itself.
+    """Return ``batch`` with ``change`` applied to the samples at ``rows``. ``batch`` is not modified.
 
-    The positions are known on the host, so that nothing is copied where none or all of the samples are meant.
+    The positions are known on the host, so nothing is copied if no or all samples change.
     """
     if len(rows) == 0:
         return batch

@@ -1,4 +1,4 @@
-"""Transforms that mix each sample with its neighbour in the batch, and the labels with it."""
+"""Transforms that mix each sample and its label with the neighbor in the batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["CutMix", "MixUp"]
 
 
 class MixUp(Transform):
-    """Mix each image, and its label, with the one before it in the batch: ``lam * x + (1 - lam) * neighbour``.
+    """Mix each image and label with the previous one in the batch: ``lam * x + (1 - lam) * neighbor``.
 
-    ``lam`` is drawn for each sample from ``Beta(alpha, alpha)``. The neighbour depends on the order of the batches.
-    Labels come back as probabilities, float32 of shape ``(n, classes)``, which ``cross_entropy`` takes.
+    ``lam`` is drawn per sample from ``Beta(alpha, alpha)``. The neighbor depends on the order of the batch. Labels
+    become probabilities, float32 of shape ``(n, classes)``, which ``cross_entropy`` accepts.
 
     Args:
-        num_classes: How many classes integer labels stand for, 2 or more; ``None`` for labels that are probabilities.
-        alpha: Of the beta distribution, above 0.
-        p: The probability with which a sample is changed, from 0 to 1.
+        num_classes: Number of classes of integer labels, 2 or more; ``None`` if the labels are probabilities.
+        alpha: Parameter of the beta distribution, above 0.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range; at the first batch, if there is no label or there are masks.
@@ -40,8 +40,8 @@ class MixUp(Transform):
         self.alpha = float(alpha)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change images and labels."""
-        # A mixed mask would hold classes that do not exist, and an image that is mixed needs its label mixed alike.
+        """Transform images and labels."""
+        # A blended mask would contain classes that do not exist, and a blended image needs a blended label.
         if parts.masks or parts.label is None:
             got = "masks" if parts.masks else "label=None"
             raise ValueError(
@@ -52,20 +52,20 @@ class MixUp(Transform):
         parts.label = self.blend(self._probabilities(parts.label), share)
 
     def _share(self, draws: Draws) -> Tensor:
-        """Draw the share of each sample in what becomes of it; 1 where it stays."""
+        """Draw the share that each sample keeps; 1 if it does not change."""
         rows = draws.rows(self.p)
         drawn = draws.beta(self.alpha)
         return torch.ones_like(drawn).index_copy(0, rows, drawn[rows])
 
     @staticmethod
     def blend(batch: Tensor, share: Tensor) -> Tensor:
-        """Return each sample times its share and its neighbour times the rest."""
-        # Samples that stay keep their bits: with a NaN in the neighbour, 0 times it would be one too.
+        """Return each sample times its share plus its neighbor times the rest."""
+        # Unchanged samples keep their bits: 0 times a NaN in the neighbor would be NaN.
         weight = per_sample(share, batch)
         return torch.where(weight == 1, batch, batch * weight + batch.roll(1, 0) * (1 - weight))
 
     def _probabilities(self, label: Tensor) -> Tensor:
-        """Return labels as probabilities of classes."""
+        """Return labels as class probabilities."""
         name = type(self).__name__
         got = f"{tuple(label.shape)} of {label.dtype}"
         if label.is_floating_point():
@@ -78,16 +78,16 @@ class MixUp(Transform):
 
 
 class CutMix(MixUp):
-    """Replace a box of each image, and of its masks, by that of the one before it in the batch.
+    """Replace a box of each image and its masks with that of the previous one in the batch.
 
-    The box has the shape of the image and the share ``1 - lam`` of its volume, as far as it lies inside; ``lam`` is
-    drawn from ``Beta(alpha, alpha)``. Labels mix by the share that was replaced.
+    The box has the shape of the image and a share ``1 - lam`` of its volume before clipping to the image; ``lam`` is
+    drawn from ``Beta(alpha, alpha)``. Labels are mixed by the replaced share.
 
     Args:
-        num_classes: How many classes integer labels stand for, 2 or more; ``None`` without labels, or for labels that
-            are probabilities.
+        num_classes: Number of classes of integer labels, 2 or more; ``None`` without labels or if they are
+            probabilities.
         alpha: Of the beta distribution, above 0.
-        p: The probability with which a sample is changed, from 0 to 1.
+        p: Probability that a sample is changed, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of range; at the first batch, if there are neither labels nor masks.
@@ -96,13 +96,13 @@ class CutMix(MixUp):
     """
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change images, masks and labels."""
+        """Transform images, masks and labels."""
         if parts.label is None and not parts.masks:
             raise ValueError("CutMix: expected label= or mask=, got neither.")
         axes = len(parts.space)
         share = self._share(draws)
-        # The box has the image's shape, so that each edge is the root of the share; what hangs over an end is cut off,
-        # and the labels follow what is really inside.
+        # The box has the image's aspect ratio, so its edges are roots of the share. It is clipped to the image, and
+        # labels are mixed by the share that remains inside.
         half = (1 - share).pow(1 / axes)[:, None] / 2
         centre = draws.uniform(0, 1, axes)
         size = torch.tensor(parts.space)
@@ -115,7 +115,7 @@ class CutMix(MixUp):
 
     @staticmethod
     def paste(batch: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-        """Return each sample with the box from ``begin`` to ``end``, ``(n, axes)``, of its neighbour."""
+        """Return each sample with the box from ``begin`` to ``end``, ``(n, axes)``, taken from its neighbor."""
         begin, end = (each.to(batch.device, non_blocking=True) for each in (begin, end))
         inside = torch.ones(len(batch), *[1] * (batch.dim() - 1), dtype=torch.bool, device=batch.device)
         for axis in range(2, batch.dim()):

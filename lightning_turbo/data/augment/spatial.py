@@ -1,4 +1,4 @@
-"""Transforms of space: images by linear interpolation, masks by nearest neighbour, from the same coordinates."""
+"""Spatial transforms: linear interpolation for images and nearest neighbor for masks, at the same coordinates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PADDINGS = ("zeros", "border", "reflection")
 
 
 class _Resampled(Transform):
-    """The common part of transforms that say where each voxel of the result comes from."""
+    """Base class of transforms that compute the source position of each voxel of the result."""
 
     def __init__(self, p: float, padding_mode: str) -> None:
         super().__init__(p)
@@ -33,11 +33,11 @@ class _Resampled(Transform):
         """Sample images and masks.
 
         Args:
-            parts: What is sampled.
+            parts: The parts to sample.
             rows: Positions of the samples in the batch.
-            source: Where each voxel of the result comes from, in voxels from the centre: ``(len(rows), axes, *space)``.
-                ``None`` where there are no masks and the grid is known.
-            grid: The same as ``grid_sample`` takes it, if it is known.
+            source: Source position of each voxel of the result, in voxels from the center: ``(len(rows), axes,
+                *space)``. May be ``None`` if there are no masks and ``grid`` is given.
+            grid: The same in the format of ``grid_sample``, if known.
         """
         by_torch = kernels.samples_by_torch(parts.images[0])
         corners = None if source is None or (by_torch and not parts.masks) else _Corners(source, self.padding_mode)
@@ -54,9 +54,9 @@ class _Resampled(Transform):
 
 
 class _Corners:
-    """Between which voxels of an image those of the result lie, for images and masks alike.
+    """The voxels between which each voxel of the result lies, shared by images and masks.
 
-    What is outside of the image is as in ``grid_sample``; ``kernels.samples_by_torch`` says where that is used instead.
+    Outside the image it behaves like ``grid_sample``, which is used instead where ``kernels.samples_by_torch`` says so.
     """
 
     def __init__(self, source: Tensor, padding_mode: str) -> None:
@@ -68,18 +68,18 @@ class _Corners:
         self.weights = []
         for axis, size in enumerate(space):
             at = source[:, axis]
-            # About the outer edges of the border voxels, as in grid_sample without align_corners.
+            # Reflect about the outer edges of the border voxels, like grid_sample without align_corners.
             if padding_mode == "reflection":
                 at = size / 2 - ((at + size / 2).remainder_(2 * size) - size).abs_()
             low, high = (0, size + 1) if padding_mode == "zeros" else (1, size)
-            at = (at + (size + 1) / 2).clamp_(low, high)  # in the image with its border
-            # At the last voxel its left neighbour is the first corner, so that the second one is still inside.
+            at = (at + (size + 1) / 2).clamp_(low, high)  # in the padded image
+            # At the last voxel, the first corner is its left neighbor, so that the second one is still inside.
             first = at.floor().clamp_(max=high - 1)
             self.weights.append(at.sub_(first)[:, None])
             self.first = torch.add(first.to(torch.int32), self.first, alpha=size + 2)
 
     def _begin(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the voxels of images with their border in one row, and where in it each first corner is."""
+        """Return the padded images as one row of voxels, and the index in it of each first corner."""
         padded = F.pad(batch, [1] * (2 * self.axes))
         kind = torch.int32 if padded.numel() < 2**31 else torch.int64
         images = torch.arange(batch.shape[:2].numel(), dtype=kind, device=batch.device)
@@ -87,17 +87,17 @@ class _Corners:
         return padded.flatten(), self.first.to(kind)[:, None] + images
 
     def linear(self, batch: Tensor) -> Tensor:
-        """Return images by linear interpolation."""
+        """Return images, interpolated linearly."""
         voxels, first = self._begin(batch)
-        # Each is used again and again: new pages of memory cost as much time as what is computed.
+        # Buffers are reused, because allocating pages takes as long as computing.
         rooms = [voxels.new_empty(first.shape) for _ in range(self.axes + 1)]
         return self._mix(voxels, first.flatten(), 0, 0, rooms)
 
     def _mix(self, voxels: Tensor, first: Tensor, axis: int, offset: int, rooms: Sequence[Tensor]) -> Tensor:
-        """Interpolate along an axis, and those after it, between the voxels so far behind the first corners.
+        """Interpolate along an axis and those after it, between the voxels at an offset from the first corners.
 
-        A method, not a function within ``linear`` that calls itself: such a one is a cycle of references, in which the
-        tensors that it sees would stay until the collector of garbage comes.
+        A method and not a recursive function inside ``linear``, because such a function is a reference cycle, which
+        would keep its tensors alive until the garbage collector runs.
         """
         room, *others = rooms
         if axis == self.axes:
@@ -107,7 +107,7 @@ class _Corners:
         return room.lerp_(end, self.weights[axis])
 
     def nearest(self, batch: Tensor) -> Tensor:
-        """Return masks by nearest neighbour."""
+        """Return masks, sampled by nearest neighbor."""
         voxels, first = self._begin(batch)
         for weight, stride in zip(self.weights, self.strides, strict=True):
             first.add_(weight > 0.5, alpha=stride)
@@ -115,32 +115,32 @@ class _Corners:
 
 
 def _steps(space: Sequence[int], axis: int, device: torch.device) -> Tensor:
-    """Return the places of voxels along an axis, from the centre, in a shape that broadcasts with ``(n, *space)``."""
+    """Return voxel positions along an axis, from the center, in a shape that broadcasts with ``(n, *space)``."""
     size = space[axis]
     return (torch.arange(size, device=device) - (size - 1) / 2).view(-1, *[1] * (len(space) - axis - 1))
 
 
 class RandomAffine(_Resampled):
-    """Rotate, scale, shear and move images about their centre, all in one interpolation.
+    """Rotate, scale, shear and translate images about their center in one interpolation.
 
     Args:
-        degrees: Range of the angles in degrees; in 3D there are three, about the axes of space in turn.
-        scale: Range of the factor by which the content grows, above 0.
-        shear: Range of the angles in degrees by which each axis leans towards each other one.
-        translate: Range of the way along each axis, as a fraction of its size.
-        p: The probability with which a sample is changed, from 0 to 1.
-        padding_mode: What lies outside of the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
-        spacing: The size of a voxel along each axis of space, as ``(3.0, 1.0, 1.0)`` in millimetres, for angles and
-            shears of the body where voxels are not cubes; ``None`` for angles in voxels, which change its shape there.
+        degrees: Range of the angles in degrees; in 3D there are three, about each axis of space in turn.
+        scale: Range of the zoom factor, above 0; above 1 enlarges the content.
+        shear: Range of the angles in degrees by which each axis is sheared towards each other axis.
+        translate: Range of the shift along each axis, as a fraction of its size.
+        p: Probability that a sample is changed, from 0 to 1.
+        padding_mode: Values outside the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
+        spacing: Voxel size along each axis of space, for example ``(3.0, 1.0, 1.0)`` in millimeters, so that angles are
+            true if voxels are not cubes. ``None`` measures angles in voxels, which distorts shapes in that case.
 
     Raises:
         ValueError: If a range is not two finite numbers in order, ``scale`` or ``spacing`` is not above 0, or ``p`` is
             out of range; at the first batch, if the images have another number of axes than ``spacing``.
 
     Note:
-        A single number ``x`` is the range from ``-x`` to ``x``, but for ``scale``.
+        A single number ``x`` means the range from ``-x`` to ``x``, except for ``scale``.
 
-    Source: The matrices of MONAI's ``RandAffine``; names and signs of torchvision's ``RandomAffine``.
+    Source: the matrices of MONAI's ``RandAffine``; names and signs of torchvision's ``RandomAffine``.
     """
 
     def __init__(
@@ -165,19 +165,19 @@ class RandomAffine(_Resampled):
         self.translate = check_range(self, "translate", translate)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change images and masks."""
+        """Transform images and masks."""
         axes = len(parts.space)
         rows = draws.rows(self.p)
         fits = self.spacing is None or len(self.spacing) == axes
         expect(fits, "RandomAffine: spacing", self.spacing, f"{axes} numbers, for the space {tuple(parts.space)}")
-        # Of all samples, in float64 on the CPU: some dozen numbers, which are the same on each device.
+        # Drawn for all samples in float64 on the CPU: a few dozen numbers that are the same on every device.
         matrix = self.matrix(
             torch.deg2rad(draws.uniform(*self.degrees, 1 if axes == 2 else 3)),
             draws.uniform(*self.scale),
             torch.deg2rad(draws.uniform(*self.shear, axes * (axes - 1))).tan(),
             shift := draws.uniform(*self.translate, axes) * torch.tensor(parts.space),
         )
-        if self.spacing is not None:  # from voxels to lengths, turned there, and back
+        if self.spacing is not None:  # to lengths, transform, and back to voxels
             sizes = torch.tensor(self.spacing, dtype=shift.dtype)
             turned = matrix[:, :, :axes] * sizes / sizes[:, None]
             matrix = torch.cat([turned, -turned @ shift[:, :, None]], 2)
@@ -194,13 +194,13 @@ class RandomAffine(_Resampled):
 
     @staticmethod
     def matrix(angles: Tensor, scale: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
-        """Return where a voxel of the result comes from, in voxels from the centre: ``(n, axes, axes + 1)``.
+        """Return matrices from result to source, in voxels from the center: ``(n, axes, axes + 1)``.
 
         Args:
             angles: In radians, ``(n, 1)`` in 2D and ``(n, 3)`` in 3D.
             scale: ``(n,)``.
-            shear: ``(n, axes * (axes - 1))``, what stands beside the diagonal, row by row.
-            shift: The way of the content in voxels, ``(n, axes)``.
+            shear: ``(n, axes * (axes - 1))``, the off-diagonal entries, row by row.
+            shift: Translation of the content in voxels, ``(n, axes)``.
         """
         axes = shift.shape[1]
         matrix = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
@@ -212,16 +212,16 @@ class RandomAffine(_Resampled):
             matrix = matrix @ turn
         lean = torch.eye(axes, dtype=shift.dtype).repeat(len(shift), 1, 1)
         lean[:, ~torch.eye(axes, dtype=torch.bool)] = shear
-        # From the result back to the image: what makes the content grow divides, and the shift is undone first.
+        # The matrix maps the result back to the image: it divides by the scale, and undoes the shift first.
         matrix = matrix @ lean / scale[:, None, None]
         return torch.cat([matrix, -matrix @ shift[:, :, None]], 2)
 
     @staticmethod
     def source(matrix: Tensor, space: Sequence[int], device: torch.device) -> Tensor:
-        """Return where each voxel of the result comes from, float32 ``(n, axes, *space)``, of a matrix in voxels."""
+        """Return the source position of each voxel of the result, float32 ``(n, axes, *space)``."""
         columns = matrix.to(device, torch.float32, non_blocking=True)[(..., *[None] * len(space))].unbind(2)
         source = columns[-1]
-        for axis in range(len(space)):  # sums that broadcast are several times as fast as a product of matrices
+        for axis in range(len(space)):  # broadcast sums are several times as fast as a matrix product
             source = source + columns[axis] * _steps(space, axis, device)
         return source
 
@@ -230,12 +230,12 @@ class RandomElastic(_Resampled):
     """Displace each voxel by a smooth random field: a cubic B-spline over a coarse grid of control points.
 
     Args:
-        displacement: Range of the largest displacement of a control point along an axis, in voxels, 0 or more; a
-            number for each sample is drawn from it. No voxel moves further. Above half of the distance between control
+        displacement: Range of the largest displacement of a control point along an axis in voxels, 0 or more. One
+            number per sample is drawn from it; no voxel moves further. Above half of the distance between control
             points, ``size / (control_points - 3)``, the image may fold.
-        control_points: How many there are along each axis, 4 or more.
-        p: The probability with which a sample is changed, from 0 to 1.
-        padding_mode: What lies outside of the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
+        control_points: Number of control points along each axis, 4 or more.
+        p: Probability that a sample is changed, from 0 to 1.
+        padding_mode: Values outside the image: ``"zeros"``, ``"border"`` or ``"reflection"``.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -257,7 +257,7 @@ class RandomElastic(_Resampled):
         self.control_points = control_points
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change images and masks."""
+        """Transform images and masks."""
         axes = len(parts.space)
         rows = draws.rows(self.p)
         points = draws.uniform(-1, 1, axes, *[self.control_points] * axes)
@@ -268,8 +268,8 @@ class RandomElastic(_Resampled):
 
     @staticmethod
     def source(points: Tensor, space: Sequence[int]) -> Tensor:
-        """Return where voxels come from, of displacements of control points, ``(n, axes, *points)``, all in voxels."""
-        # ``along_axes`` goes through the axes in order, each of which has another number of voxels.
+        """Return source positions from displacements of control points, ``(n, axes, *points)``, all in voxels."""
+        # ``along_axes`` visits the axes in order, and their sizes may differ.
         sizes = iter(space)
         source = along_axes(points, lambda count: _spline(next(sizes), count, points.device)[None])
         for axis in range(len(space)):
@@ -286,26 +286,26 @@ def _spline(size: int, count: int, device: torch.device) -> Tensor:
 
 
 class RandomFlip(Transform):
-    """Mirror images along axes of space, each with its own draw.
+    """Mirror images along axes of space, with an independent draw for each axis.
 
     Args:
-        axes: Axes of space, counted without batch and channels; ``None`` for all. ``-1`` is left to right.
-        p: The probability with which a sample is mirrored along an axis, from 0 to 1.
+        axes: Axes of space, not counting batch and channels; ``None`` for all. ``-1`` mirrors left and right.
+        p: Probability that a sample is mirrored along an axis, from 0 to 1.
 
     Raises:
-        ValueError: If ``axes`` is not a sequence of different integers, or ``p`` is out of range; at the first batch,
-            if an axis is not one of the image.
+        ValueError: If ``axes`` is not a sequence of distinct integers, or ``p`` is out of range; at the first batch, if
+            the image lacks an axis.
     """
 
     def __init__(self, axes: Sequence[int] | None = None, *, p: float = 0.5) -> None:
         super().__init__(p)
-        what = "a sequence of different integers from -3 to 2, or None"
+        what = "a sequence of distinct integers from -3 to 2, or None"
         valid = axes is None or (is_list(axes) and len(set(axes)) == len(axes) > 0)
         expect(valid and all(is_whole(axis, -3) and axis < 3 for axis in axes or ()), "RandomFlip: axes", axes, what)
         self.axes = None if axes is None else tuple(axes)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change images and masks."""
+        """Transform images and masks."""
         count = len(parts.space)
         flipped: list[list[int]] = [[] for _ in range(len(parts.images[0]))]
         for axis in range(count) if self.axes is None else self.axes:
@@ -317,14 +317,14 @@ class RandomFlip(Transform):
 
 
 class RandomCrop(Transform):
-    """Cut a patch of one size out of each image, at a place of its own.
+    """Cut a patch of a fixed size from each image, at a random position.
 
     Args:
-        size: The size of the patch along each axis of space, in voxels.
+        size: Size of the patch along each axis of space, in voxels.
 
     Raises:
-        ValueError: If ``size`` is not a sequence of 2 or 3 positive integers; at the first batch, if the images have
-            another number of axes or are smaller.
+        ValueError: If ``size`` is not a sequence of 2 or 3 positive integers; at the first batch, if the images are
+            smaller or have another number of axes.
     """
 
     def __init__(self, size: Sequence[int]) -> None:
@@ -334,11 +334,11 @@ class RandomCrop(Transform):
         self.size = tuple(size)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change images and masks."""
+        """Transform images and masks."""
         space = parts.space
         axes = len(self.size)
         fits = len(space) == axes and all(own <= whole for own, whole in zip(self.size, space, strict=True))
-        expect(fits, "RandomCrop: size", self.size, f"a size within the images' {tuple(space)}")
+        expect(fits, "RandomCrop: size", self.size, f"at most the size of the images, {tuple(space)}")
         room = torch.tensor([whole - own + 1 for own, whole in zip(self.size, space, strict=True)])
         begin = (draws.uniform(0, 1, axes) * room).floor().long()
         parts.images = [kernels.crop(image, begin, self.size) for image in parts.images]

@@ -1,4 +1,4 @@
-"""What the transforms of a batch have in common: the tensors that they change, and checks of arguments."""
+"""What the transforms of a batch share: the tensors that they change, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Range = float | Sequence[float]
 
 @dataclass
 class Parts:
-    """The tensors of a batch that transforms change; each transform puts others in their place.
+    """The tensors of a batch that transforms change; each transform replaces them.
 
     Attributes:
         images: float32 of shape ``(n, channels, *space)``, where ``space`` has 2 or 3 axes.
@@ -33,7 +33,7 @@ class Parts:
 
     @property
     def space(self) -> torch.Size:
-        """The size of the space, 2 or 3 numbers."""
+        """The size of the space, 2 or 3 integers."""
         return self.images[0].shape[2:]
 
 
@@ -41,30 +41,30 @@ class Transform:
     """Base of the transforms for ``BatchAugmentation``.
 
     Args:
-        p: The probability with which a sample is changed, from 0 to 1.
+        p: Probability that a sample is changed, from 0 to 1.
     """
 
     def __init__(self, p: float) -> None:
         self.p = check_probability(self, p)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
-        """Change the parts of a batch."""
+        """Transform the parts of a batch."""
         raise NotImplementedError
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """Return one value a sample in a shape that broadcasts with ``like``, on its device and in its dtype."""
+    """Return one value per sample in a shape that broadcasts with ``like``, on its device and in its dtype."""
     return values.to(like.device, like.dtype, non_blocking=True).view(-1, *[1] * (like.dim() - 1))
 
 
 def along_axes(image: Tensor, matrix_of: Callable[[int], Tensor]) -> Tensor:
-    """Multiply each axis in space by a matrix: a filter, or another sampling, that differs from sample to sample.
+    """Multiply each axis of space by a matrix, which may differ between samples: a filter or a resampling.
 
     Args:
         image: ``(n, channels, *space)``.
-        matrix_of: Returns the matrix for an axis of so many voxels, ``(n or 1, new size, size)``.
+        matrix_of: Returns the matrix for an axis with this many voxels, ``(n or 1, new size, size)``.
     """
-    # One axis after another, each a product with all other axes as columns: matrices are what devices are fast at.
+    # One matrix product per axis, with all other axes as columns: this is what devices are fast at.
     for axis in range(2, image.dim()):
         lines = image.movedim(axis, 1)
         done = matrix_of(image.shape[axis]) @ lines.flatten(2)
@@ -79,7 +79,7 @@ def check_probability(owner: Any, p: Any, name: str = "p") -> float:
 
 
 def check_range(owner: Any, name: str, value: Any, least: float | None = None) -> tuple[float, float]:
-    """Return a range as its two ends: of ``least`` or more, or, for a single number ``x``, from ``-x`` to ``x``."""
+    """Return a range as its two ends, each ``least`` or more; without ``least``, one number ``x`` means (-x, x)."""
     ends: Any = (-abs(value), abs(value)) if is_number(value) and least is None else value
     valid = is_list(ends) and len(ends) == 2 and all(is_number(end) for end in ends) and ends[0] <= ends[1]
     what = "two numbers (low, high)" + ("" if least is None else f" of {least} or more")

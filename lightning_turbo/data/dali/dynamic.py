@@ -1,4 +1,4 @@
-"""``DynamicPipeline``: a reader of DALI's dynamic mode, and what is done with its batches, for a ``DALILoader``."""
+"""``DynamicPipeline``: a reader of DALI's dynamic mode and the processing of its batches, for a ``DALILoader``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["BuiltDynamic", "DynamicPipeline"]
 
 
 class DynamicPipeline:
-    """A reader of DALI's dynamic mode and the function that makes batches of what it reads.
+    """A reader of DALI's dynamic mode, and the function that processes its output into batches.
 
-    Pass it to ``DALILoader`` or ``DALIDataModule`` in place of a pipeline function. Every operator of
-    ``nvidia.dali.experimental.dynamic`` and any Python code may stand in ``process``.
+    Pass it to ``DALILoader`` or ``DALIDataModule`` instead of a pipeline function. ``process`` may use every operator
+    of ``nvidia.dali.experimental.dynamic`` and any Python code.
 
     Args:
-        reader: A function that makes a reader with ``pad_last_batch=True`` and ``enable_checkpointing=True``. If it has
-            the arguments ``shard_id``, ``num_shards``, ``device`` or ``order_seed``, the loader passes them.
-        process: A function of the reader's outputs that returns one batch of DALI, or several in a tuple; ``None``
-            for the outputs as they are. If it has the argument ``device`` (``"cpu"`` or ``"gpu"``) or ``rng``, the
-            loader passes it; random operators take their numbers from ``rng``, whose state is part of the loader's.
-        pad: Whether samples of different shapes are padded to the largest of their batch; otherwise they are an error.
+        reader: A function that creates a reader with ``pad_last_batch=True`` and ``enable_checkpointing=True``. If it
+            has parameters named ``shard_id``, ``num_shards``, ``device`` or ``order_seed``, the loader passes them.
+        process: A function of the reader's outputs that returns one DALI batch, or a tuple of several; ``None`` uses
+            the outputs unchanged. If it has parameters named ``device`` (``"cpu"`` or ``"gpu"``) or ``rng``, the loader
+            passes them. Random operators draw from ``rng``, whose state is part of the loader's state.
+        pad: Whether to pad samples of different shapes to the largest one in the batch; otherwise they raise an error.
 
     Raises:
-        MissingExtraError: If DALI is not installed, or its version has no dynamic mode (before 2.2).
+        MissingExtraError: If DALI is not installed, or its version lacks the dynamic mode (before 2.2).
         TypeError: If ``reader`` or ``process`` is not a function.
 
     Example:
@@ -64,21 +64,21 @@ class DynamicPipeline:
     ) -> None:
         _optional.require("nvidia.dali", "DynamicPipeline")
         check_functions(reader=reader, process=process)
-        expect(reader is not None, "reader", reader, "a function that makes a reader", TypeError)
+        expect(reader is not None, "reader", reader, "a function that creates a reader", TypeError)
         self.reader = reader
         self.process = process
         self.pad = pad
 
 
-# The contexts that are in use, by number of threads and device.
+# The contexts in use, by number of threads and device.
 _contexts: weakref.WeakValueDictionary[tuple[int, int | None], Any] = weakref.WeakValueDictionary()
 
 
 def _context(num_threads: int, device_id: int | None) -> Any:
-    """Return the context in which readers and operators run, one for all loaders with these threads and device.
+    """Return the context of readers and operators, shared by all loaders with this number of threads and device.
 
-    A reader leaves its context entered between two batches, and the one that was entered last has to be left first:
-    with one context, two loaders may be read in turn. Its thread ends with the last loader that uses it.
+    A reader leaves its context entered between two batches, and contexts must be exited in reverse order. With a shared
+    context, two loaders can be read alternately. Its thread ends with the last loader that uses it.
     """
     import nvidia.dali.experimental.dynamic as ndd
 
@@ -89,10 +89,10 @@ def _context(num_threads: int, device_id: int | None) -> Any:
 
 
 class BuiltDynamic:
-    """A reader of dynamic mode, made for an epoch, or to continue at the ``snapshot`` in ``saved``.
+    """A dynamic-mode reader, built for an epoch or from a ``snapshot`` in ``saved``.
 
-    It has the methods of ``BuiltPipeline`` and lives as long as one. The reader goes through its shard again and again;
-    how many batches make an epoch is counted here.
+    It has the methods and the lifetime of a ``BuiltPipeline``. The reader repeats its shard endlessly; this class
+    counts the batches of an epoch.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class BuiltDynamic:
         others = sorted(set(settings.arguments) - set(known))
         expect(not others, "arguments", others, f"arguments of the reader function, {list(known)}", TypeError)
         given = {**filled_arguments(pipeline.reader, placement, seed, epoch), **settings.arguments}
-        # A reader that has told its size reads batches of one sample from then on, so another one is asked.
+        # After its metadata was read, a reader reads batches of one sample, so a separate reader is used for that.
         reader = pipeline.reader(**given)
         kind = "a reader of nvidia.dali.experimental.dynamic.readers"
         expect(hasattr(reader, "get_metadata"), "what reader returned", reader, kind, TypeError)
@@ -140,11 +140,11 @@ class BuiltDynamic:
         return self._read_in_an_epoch
 
     def take(self) -> list[Tensor]:
-        """Return the next batch, without the padding of the last one."""
+        """Return the next batch, without padding in the last one."""
         with self._context:
             outputs = self._made_of(self._read())
             if not self.taken:
-                self._reader.get_state()  # raises now, not at the first checkpoint, if the reader keeps no state
+                self._reader.get_state()  # raises now, not at the first checkpoint, if the reader has no state
             tensors = [as_label(output.torch(pad=self._pipeline.pad)) for output in outputs]
         self.taken += 1
         if self._settings.drop_last or self.taken < len(self):
@@ -153,7 +153,7 @@ class BuiltDynamic:
         return [tensor[:kept] for tensor in tensors]
 
     def _read(self) -> Any:
-        """Read a batch; the reader begins its next pass where one is over, with a position that DALI keeps."""
+        """Read a batch. At the end of a pass, the reader starts the next one, at a position that DALI tracks."""
         with contextlib.suppress(StopIteration):
             return next(self._batches)
         self._batches = self._reader.next_epoch(batch_size=self._settings.batch_size)
@@ -175,15 +175,15 @@ class BuiltDynamic:
         return outputs
 
     def rewind(self) -> None:
-        """Go from the end of an epoch to the start of the next."""
-        # Batches that are left out are read all the same, so that the reader's pass ends.
+        """Advance from the end of an epoch to the start of the next."""
+        # Dropped batches are read as well, so that the reader completes its pass.
         with self._context:
             for _ in range(self.taken, self._read_in_an_epoch):
                 self._read()
         self.passes, self.taken = self.passes + 1, 0
 
     def close(self) -> None:
-        """Leave the pass of the reader that is under way."""
+        """Abort the reader's current pass."""
         self._batches.close()
 
     def snapshot(self) -> dict[str, Any]:

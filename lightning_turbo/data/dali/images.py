@@ -1,4 +1,4 @@
-"""``ImageFolder``: a ready pipeline for JPEG and PNG images in one folder per class."""
+"""``ImageFolder``: a predefined pipeline for JPEG and PNG images in one folder per class."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "ImageFolder"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 SUFFIXES = (".jpg", ".jpeg", ".png")
-BEGINNINGS = (b"\xff\xd8", b"\x89PNG\r\n\x1a\n")  # of such files
+BEGINNINGS = (b"\xff\xd8", b"\x89PNG\r\n\x1a\n")  # of JPEG and PNG files
 DTYPES = ("float32", "float16", "uint8")
 
 
 class ImageFolder:
-    """Decode, augment and normalise the images of a folder with one subfolder per class.
+    """Decode, augment and normalize the images of a folder with one subfolder per class.
 
     Training crops a window of random area and aspect ratio, resizes it to ``size`` x ``size`` and mirrors it with
-    probability 0.5. Evaluation resizes the shorter side to ``resize`` and crops the centre. Resizing is linear with
-    antialiasing. Images are converted to RGB and rotated as their EXIF orientation says.
+    probability 0.5. Evaluation resizes the shorter side to ``resize`` and crops the center. Resizing is linear with
+    antialiasing. Images are converted to RGB and rotated according to their EXIF orientation.
 
     Args:
         root: Folder with one subfolder per class. Images may be nested deeper; hidden files and folders are ignored.
         train: ``True`` for random crops, mirroring and shuffling; ``False`` for evaluation.
         size: Height and width of the output in pixels.
-        resize: Shorter side before the centre crop of the evaluation in pixels. Default: ``size * 256 / 224``.
-        dtype: ``torch.float32``, ``torch.float16``, or ``torch.uint8`` for pixels to be normalised on the device by
-            ``normalizer()``, which copies a quarter of the bytes.
-        channels_last: Whether the memory format is channels-last. Always so with uint8. The shape is
-            (batch, 3, size, size) in both formats.
+        resize: Shorter side before the center crop in evaluation, in pixels. Default: ``size * 256 / 224``.
+        dtype: ``torch.float32``, ``torch.float16``, or ``torch.uint8`` for pixels that ``normalizer()`` normalizes on
+            the device, with a quarter of the bytes to copy.
+        channels_last: Whether the memory format is channels-last. With uint8 it always is. The shape is (batch, 3,
+            size, size) in both formats.
         mean: Mean of the three channels, for pixels in [0, 1].
         std: Standard deviation of the three channels, for pixels in [0, 1].
         area: Smallest and largest area of the training window as fractions of the image.
@@ -47,8 +47,8 @@ class ImageFolder:
         mirror: Whether to mirror training images with probability 0.5.
         shuffle: Whether to shuffle the images in each epoch. Default: the value of ``train``.
         labelled: ``False`` reads all images below ``root`` without labels.
-        classes: Class names in the order of their labels. Default: the sorted subfolders. Pass those of the training
-            set if a class may be missing.
+        classes: Class names in the order of their labels. Default: the sorted subfolders. Pass the classes of the
+            training set if some may be missing here.
         index: Whether to append the position of each image in ``files`` as the last output.
 
     Attributes:
@@ -87,9 +87,9 @@ class ImageFolder:
         shuffle = train if shuffle is None else shuffle
         check_switches(train=train, channels_last=channels_last, mirror=mirror, labelled=labelled)
         check_switches(shuffle=shuffle, index=index)
-        expect(is_whole(size, 1), "size", size, "a whole number of at least 1")
+        expect(is_whole(size, 1), "size", size, "an integer of at least 1")
         resize = round(size * 256 / 224) if resize is None else resize
-        expect(is_whole(resize, size), "resize", resize, f"a whole number of at least size={size}")
+        expect(is_whole(resize, size), "resize", resize, f"an integer of at least size={size}")
         expect(_are_numbers(mean, 3), "mean", mean, "three numbers")
         expect(_are_numbers(std, 3, above=0), "std", std, "three numbers above 0")
         _check_range("area", area, up_to=1)
@@ -102,7 +102,7 @@ class ImageFolder:
         self.index = index
         self.channels_last = channels_last or self.dtype == "uint8"
         self.scaling = tuple(mean), tuple(std)
-        # The random window of the training, as arguments of DALI; None in evaluation, which crops the centre.
+        # The random training window as DALI arguments; None in evaluation, which crops the center.
         self.window = {"random_area": list(area), "random_aspect_ratio": list(ratio)} if train else None
         self.mirrored = 0.5 if train and mirror else 0.0
         self.classes = ()
@@ -116,7 +116,7 @@ class ImageFolder:
         expect(files, "root", str(root), what)
 
     def name_broken(self) -> str:
-        """Return a sentence that names the files that do not begin as a JPEG or PNG does; empty if all do."""
+        """Return a sentence that names the files without a JPEG or PNG header, or an empty string."""
         broken = []
         for name in self.files:
             try:
@@ -129,22 +129,22 @@ class ImageFolder:
         if not broken:
             return ""
         more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-        return f"These files are no JPEG or PNG: {', '.join(broken[:3])}{more}. Remove or repair them."
+        return f"These files are not JPEG or PNG: {', '.join(broken[:3])}{more}. Remove or repair them."
 
     def definition(self) -> Callable[..., Any]:
-        """Return the pipeline function, as DALI's ``pipeline_def`` makes it."""
+        """Return the pipeline function as created by DALI's ``pipeline_def``."""
         import nvidia.dali as dali
 
         @dali.pipeline_def
         def pipeline(shard_id: int, num_shards: int, device: str, order_seed: int) -> Any:
             what = f"at least one for each of {num_shards} ranks"
             expect(len(self.files) >= num_shards, "files", len(self.files), what)
-            # DALI shuffles its list of files by a constant. A list in the order of our seed, the same on every rank,
-            # makes the order depend on the seed, and on the epoch for which the pipeline is built.
+            # DALI shuffles its list of files with a constant seed. Ordering the list with our seed, identically on
+            # every rank, makes the order depend on that seed and on the epoch for which the pipeline is built.
             order = np.arange(len(self.files))
             if self.shuffle:
                 np.random.default_rng(order_seed).shuffle(order)
-            # Places in the list of files stand for labels, which ``finish`` looks up there.
+            # The labels are positions in the list of files; ``finish`` looks up the classes.
             encoded, number = dali.fn.readers.file(
                 files=[self.files[n] for n in order],
                 labels=order.tolist(),
@@ -159,7 +159,7 @@ class ImageFolder:
         return pipeline
 
     def finish(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Replace the positions of the files, which DALI returns, by labels."""
+        """Replace the file positions returned by DALI with labels."""
         images, numbers = tensors
         images = images.movedim(-1, 1) if self.channels_last else images  # a view
         rest = [] if self.labels is None else [torch.from_numpy(self.labels[numbers.numpy()])]
@@ -168,7 +168,7 @@ class ImageFolder:
         return [images, *(part.to(images.device, non_blocking=True) for part in rest)]
 
     def _augment(self, dali: Any, encoded: Any, device: str) -> Any:
-        """Define the DALI graph of decoding, cropping, resizing and normalisation."""
+        """Define the DALI graph: decode, crop, resize, normalize."""
         fn = dali.fn
         types = dali.types
         image = self._decode(fn, encoded, device={"gpu": "mixed", "cpu": "cpu"}[device], output_type=types.RGB)
@@ -185,26 +185,26 @@ class ImageFolder:
         )
 
     def _decode(self, fn: Any, encoded: Any, **decoder: Any) -> Any:
-        """Decode and resize the random window of the training or the centre of the evaluation."""
+        """Decode and resize the random window for training, or the center for evaluation."""
         if self.window:
             cropped = fn.decoders.image_random_crop(encoded, **self.window, **decoder)
             return fn.resize(cropped, size=(self.size, self.size))
-        # Smooth chroma makes the GPU decoder agree with the CPU decoder; it is too slow for training.
+        # Smooth chroma makes the GPU decoder match the CPU decoder; it is too slow for training.
         image = fn.decoders.image(encoded, jpeg_fancy_upsampling=True, **decoder)
         image = fn.resize(image, resize_shorter=self.resize, subpixel_scale=False)
         return fn.crop(image, crop=(self.size, self.size))
 
     def normalizer(self, dtype: torch.dtype = torch.float32) -> Normalize:
-        """Return the normalisation for uint8 batches of this folder, to run on their device.
+        """Return the normalization of this folder's uint8 batches, to run on their device.
 
         Args:
-            dtype: Floating-point type of the result.
+            dtype: Floating-point dtype of the result.
         """
         return Normalize(*self.scaling, dtype=dtype)
 
 
 def _are_numbers(values: Any, count: int, above: float = float("-inf")) -> bool:
-    """Return whether ``values`` is a sequence of ``count`` finite numbers, all of them above a bound."""
+    """Return whether ``values`` is a sequence of ``count`` finite numbers above a limit."""
     sequence = isinstance(values, (Sequence, np.ndarray)) and len(values) == count
     return sequence and all(is_number(value) and value > above for value in values)
 

@@ -19,8 +19,8 @@ from lightning_turbo.data.dali.pipelines import BuiltPipeline, Placement, Settin
 
 __all__ = ["DALILoader"]
 
-WHOLE = "a whole number of at least"
-# A state from mid-epoch can only be loaded where these are equal.
+WHOLE = "an integer of at least"
+# A state saved inside an epoch can only be loaded if these are equal.
 COMMON = ("world_size", "batch_size", "drop_last", "samples", "batches")
 BEGINNING = {"checkpoint": None, "passes": 0, "taken": 0}
 
@@ -35,32 +35,32 @@ class DALILoader:
 
     Args:
         pipeline: An ``ImageFolder``, a ``DynamicPipeline``, or a function decorated with DALI's ``pipeline_def``. If
-            such a function has the arguments ``shard_id``, ``num_shards``, ``device`` (``"cpu"`` or ``"gpu"``) or
-            ``order_seed`` (the same on every rank), the loader passes them. Its readers need ``pad_last_batch=True``,
-            and one number of samples.
+            such a function has parameters named ``shard_id``, ``num_shards``, ``device`` (``"cpu"`` or ``"gpu"``) or
+            ``order_seed`` (the same on every rank), the loader passes them. Its readers need ``pad_last_batch=True``
+            and the same number of samples.
         batch_size: Samples per batch and rank, at least 1.
-        drop_last: Whether the samples that do not fill a batch on every rank are left out; otherwise the last batch is
+        drop_last: Whether to drop the samples that do not fill a batch on every rank; otherwise the last batch is
             smaller. All ranks have the same number of batches.
         device: Device of the batches: ``"cpu"``, ``"cuda"`` (the current device) or ``"cuda:<index>"``.
-        num_threads: CPU threads of the pipeline. Default: the cores divided by the ranks of this machine, at most 8.
-            The Trainer or torchrun (``LOCAL_WORLD_SIZE``) tells the number of ranks.
-        prefetch: Batches that DALI prepares ahead, at least 1.
+        num_threads: CPU threads of the pipeline. Default: the cores divided by the number of ranks on this machine, at
+            most 8. The Trainer or torchrun (``LOCAL_WORLD_SIZE``) provides that number.
+        prefetch: Number of batches that DALI prepares ahead, at least 1.
         seed: Seed of order and augmentation, at least 0, the same on every rank. Default: the seed of Lightning's
             ``seed_everything``, or 0.
         rank: Rank of this process. Default: that of ``torch.distributed``, or 0.
         world_size: Number of ranks. Default: that of ``torch.distributed``, or 1.
-        arguments: Further arguments of the pipeline function.
+        arguments: Additional arguments of the pipeline function.
 
     Attributes:
         epoch: Epoch of the last batch.
 
     Raises:
         MissingExtraError: If DALI is not installed.
-        TypeError: If ``pipeline`` is neither of the two, or ``drop_last`` is not a bool.
+        TypeError: If ``pipeline`` has another type, or ``drop_last`` is not a bool.
         ValueError: If an argument is out of range or contradicts another one.
 
     Note:
-        Only one iteration at a time is possible. ``state_dict`` is a collective call, which every rank has to make.
+        Only one iteration at a time is possible. ``state_dict`` is a collective call: every rank must make it.
 
     Example:
         >>> loader = DALILoader(ImageFolder("images/train", train=True), batch_size=32)  # doctest: +SKIP
@@ -95,11 +95,11 @@ class DALILoader:
         is_known = isinstance(pipeline, (ImageFolder, DynamicPipeline)) or getattr(pipeline, "_is_pipeline_def", False)
         kind = "an ImageFolder, a DynamicPipeline, or an uncalled function decorated with nvidia.dali.pipeline_def"
         expect(is_known, "pipeline", pipeline, kind, TypeError)
-        expect(not (ready and arguments), "arguments", arguments, "None, because an ImageFolder has its own")
+        expect(not (ready and arguments), "arguments", arguments, "None, because an ImageFolder sets its own")
         self.pipeline: Any = pipeline
         self._settings = Settings(batch_size, drop_last, prefetch, num_threads, dict(arguments or {}))
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
-        # The epoch, how many of its batches were returned, and which epoch the next iter() begins.
+        # The current epoch, the number of its batches returned so far, and the epoch that the next iter() begins.
         self.epoch = self._batch = self._next = 0
         self._loaded: dict[str, Any] | None = None
         self._built: BuiltPipeline | BuiltDynamic | None = None
@@ -111,9 +111,9 @@ class DALILoader:
         return SimpleNamespace(sampler=self, batch_size=self._settings.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch. Without it, epochs are counted.
+        """Set the number of the next epoch. Without this call, epochs are counted.
 
-        A loaded state continues if ``epoch`` is its epoch; otherwise ``epoch`` starts at its first batch.
+        A loaded state resumes if ``epoch`` is its epoch; otherwise ``epoch`` starts at its first batch.
         """
         self._next = epoch
 
@@ -122,7 +122,7 @@ class DALILoader:
     ) -> None:
         """Move the loader to another device, rank and number of ranks, and release its pipeline.
 
-        The arguments are those of the constructor, and the number of ranks that share the cores of this machine.
+        The arguments are those of the constructor, plus the number of ranks that share the cores of this machine.
         """
         self.close()
         self.device = torch.device(device)
@@ -138,7 +138,7 @@ class DALILoader:
         return self._built is not None
 
     def close(self) -> None:
-        """Release the pipeline, its threads and its memory. The next epoch builds it again."""
+        """Release the pipeline, its threads and its memory. The next epoch rebuilds it."""
         if isinstance(self._built, BuiltDynamic):
             self._built.close()
         self._built = None
@@ -148,7 +148,7 @@ class DALILoader:
         return len(self._current(self.epoch))
 
     def __iter__(self) -> Iterator[Any]:
-        # The body runs at the first batch: Lightning calls set_epoch after iter.
+        # The body runs at the first batch, because Lightning calls set_epoch after iter.
         built = self._begin()
         epoch = self.epoch
         while self._batch < len(built):
@@ -168,7 +168,7 @@ class DALILoader:
                 )
 
     def _begin(self) -> BuiltPipeline | BuiltDynamic:
-        """Bring the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
+        """Move the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
         loaded = self._loaded
         self._loaded = None
         epoch = self._next
@@ -183,11 +183,11 @@ class DALILoader:
         if built.taken == len(built):
             built.rewind()
         elif built.taken or built.epoch != epoch:
-            self.close()  # DALI cannot reset a pipeline in mid-epoch
+            self.close()  # DALI cannot reset a pipeline inside an epoch
         return self._current(epoch)
 
     def _restore(self, loaded: dict[str, Any], epoch: int) -> None:
-        """Build the pipeline from the checkpoint of this rank."""
+        """Rebuild the pipeline from the checkpoint of this rank."""
         self.close()  # release the old pipeline before the new one allocates memory
         saved = loaded["pipelines"].get(self._placement().rank)
         inside = epoch == loaded["epoch"] and 0 < loaded["batch"] < loaded["batches"]
@@ -197,7 +197,7 @@ class DALILoader:
             self._built = self._build(saved["epoch"], saved)
 
     def _current(self, epoch: int) -> BuiltPipeline | BuiltDynamic:
-        """Return the pipeline, built for ``epoch`` if there is none, or if rank, number of ranks or device changed."""
+        """Return the pipeline; build it for ``epoch`` if there is none, or if rank, world size or device changed."""
         if self._built is None or self._built.placement != self._placement():
             self.close()
             try:
@@ -232,7 +232,7 @@ class DALILoader:
         if self._loaded is not None:
             return dict(self._loaded)
         built = self._current(self.epoch)
-        own = built.snapshot() if built.taken == self._batch else None  # the position was lost in close()
+        own = built.snapshot() if built.taken == self._batch else None  # close() loses the position
         pipelines = {built.placement.rank: own}
         if rank_and_size()[1] == built.placement.world_size > 1:
             ranks = gather_for_checkpoint(own, "DALI pipelines' states", to_all=True)
@@ -241,14 +241,14 @@ class DALILoader:
         return {**position, **self._sizes(built), "pipelines": pipelines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at the saved position at the next ``iter``.
+        """Resume from the saved position at the next ``iter``.
 
-        A state from the end of an epoch also fits another number of ranks, batch size and so on: the next epoch then
+        A state from the end of an epoch also fits another number of ranks, batch size and so on; the next epoch then
         has a new order.
 
         Raises:
-            ValueError: If the state is from mid-epoch and was saved with another number of samples, batches or ranks,
-                another ``batch_size`` or another ``drop_last``.
+            ValueError: If the state was saved inside an epoch with another number of samples, batches or ranks, another
+                ``batch_size`` or another ``drop_last``.
         """
         state = dict(state_dict)
         sizes = self._sizes(self._current(self.epoch))
@@ -257,7 +257,7 @@ class DALILoader:
             now = {name: sizes[name] for name in changed}
             raise ValueError(
                 f"Expected {changed}, with which the DALILoader's state was saved at batch {state['batch']} of "
-                f"{state['batches']}, got {now}. Resume with these, or from a checkpoint of the end of an epoch."
+                f"{state['batches']}, got {now}. Restore these values, or resume from a checkpoint at an epoch's end."
             )
         if changed:
             state |= {**sizes, "pipelines": {}, "batch": sizes["batches"] if state["batch"] else 0}
@@ -272,5 +272,5 @@ class DALILoader:
         return {**own, "samples": built.samples, "batches": len(built), "world_size": built.placement.world_size}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the pipeline, which another process builds itself."""
+        """Drop the pipeline, which another process rebuilds."""
         return {**self.__dict__, "_built": None}

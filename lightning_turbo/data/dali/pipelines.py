@@ -1,4 +1,4 @@
-"""What a ``DALILoader`` builds of a pipeline function, and where it is in its epoch."""
+"""Builds a pipeline function for a ``DALILoader``, and tracks its position in the epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Placement:
-    """What a built pipeline is bound to: its shard, and a CUDA device or ``None`` for the CPU."""
+    """Where a pipeline runs: its shard, and a CUDA device or ``None`` for the CPU."""
 
     rank: int
     world_size: int
@@ -30,7 +30,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose for the pipeline; it does not change in the life of a loader."""
+    """The user's settings for the pipeline; constant over the lifetime of a loader."""
 
     batch_size: int
     drop_last: bool
@@ -40,11 +40,11 @@ class Settings:
 
 
 class BuiltPipeline:
-    """A pipeline built for an epoch, or to continue at the ``snapshot`` in ``saved``, under DALI's iterator.
+    """A pipeline with DALI's iterator, built for an epoch or from a ``snapshot`` in ``saved``.
 
-    A ``DALILoader`` makes it at its first batch or ``len``, and drops it in ``close``, after an error, or where an
-    epoch begins that this one cannot reach. It was built for ``epoch``; since then it has ended ``passes`` epochs, and
-    returned ``taken`` batches of the present one.
+    A ``DALILoader`` creates it at the first batch or ``len``, and drops it in ``close``, after an error, or when an
+    epoch begins that it cannot reach. It was built for ``epoch``; since then it has completed ``passes`` epochs and
+    returned ``taken`` batches of the current one.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class BuiltPipeline:
         reader, self._meta = _check_readers(pipeline.reader_meta(), placement)
         self.samples: int = self._meta["epoch_size"]
         self._names = [str(number) for number in range(pipeline.num_outputs)]
-        # DALI's own PARTIAL gives an empty batch, whose mean loss is NaN, to a rank that is one sample short.
+        # With PARTIAL, DALI gives an empty batch, whose mean loss is NaN, to a rank that is one sample short.
         policy = LastBatchPolicy.DROP if settings.drop_last else LastBatchPolicy.FILL
         self._iterator = DALIGenericIterator(
             [pipeline], self._names, reader_name=reader, last_batch_policy=policy, prepare_first_batch=False
         )
         if self.taken == len(self):
-            next(self._iterator, None)  # a restored iterator can only be reset after it has raised StopIteration
+            next(self._iterator, None)  # a restored iterator must raise StopIteration before its reset
 
     def __len__(self) -> int:
         return len(self._iterator)
 
     def take(self) -> list[Tensor]:
-        """Return the next batch, without the padding of the last one."""
+        """Return the next batch, without padding in the last one."""
         (batch,) = next(self._iterator)
         self.taken += 1
         is_whole = self._drops or self.taken < len(self)
@@ -79,7 +79,7 @@ class BuiltPipeline:
         return [as_label(batch[name])[:kept] for name in self._names]
 
     def rewind(self) -> None:
-        """Go from the end of an epoch to the start of the next."""
+        """Advance from the end of an epoch to the start of the next."""
         self._iterator.reset()
         self.passes, self.taken = self.passes + 1, 0
 
@@ -90,7 +90,7 @@ class BuiltPipeline:
 
 
 def filled_arguments(function: Callable[..., Any], placement: Placement, seed: int, epoch: int) -> dict[str, Any]:
-    """Return those of the loader's own arguments that a function of the user's takes."""
+    """Return those of the loader's own arguments that a user's function accepts."""
     filled = {
         "shard_id": placement.rank,
         "num_shards": placement.world_size,
@@ -104,7 +104,7 @@ def filled_arguments(function: Callable[..., Any], placement: Placement, seed: i
 def pipeline_arguments(
     function: Callable[..., Any], settings: Settings, placement: Placement, seed: int, epoch: int
 ) -> dict[str, Any]:
-    """Return DALI's arguments and those of the pipeline function that it takes."""
+    """Return the arguments of DALI and those that the pipeline function accepts."""
     known = inspect.signature(function).parameters
     others = sorted(set(settings.arguments) - set(known))
     expect(not others, "arguments", others, f"arguments of the pipeline function, {list(known)}", TypeError)
@@ -112,7 +112,7 @@ def pipeline_arguments(
         "batch_size": settings.batch_size,
         "device_id": placement.device_id,
         "prefetch_queue_depth": settings.prefetch,
-        "exec_dynamic": True,  # batches share DALI's memory, which lives as long as they do
+        "exec_dynamic": True,  # batches share DALI's memory and keep it alive
         "seed": draw_seed(seed, epoch, placement.rank + 1),
         "enable_checkpointing": True,
         **filled_arguments(function, placement, seed, epoch),
@@ -121,30 +121,30 @@ def pipeline_arguments(
 
 
 def count_kept(meta: Mapping[str, Any], passes: int, batches: int, batch_size: int) -> int:
-    """Return the number of samples in the last batch of an epoch that are not padding.
+    """Return the number of samples in the last batch of an epoch, without padding.
 
     Args:
-        meta: What DALI tells of the reader.
-        passes: Epochs that the reader has ended.
-        batches: Batches of an epoch.
-        batch_size: Samples of a batch.
+        meta: DALI's metadata of the reader.
+        passes: Number of epochs that the reader has completed.
+        batches: Number of batches in an epoch.
+        batch_size: Samples per batch.
     """
     ranks = meta["number_of_shards"]
     samples = meta["epoch_size"]
-    # DALI gives each rank the next shard after every epoch, unless it sticks to its own.
+    # After every epoch, DALI gives each rank the next shard, unless the reader sticks to its own.
     shard = (meta["shard_id"] + (0 if meta["stick_to_shard"] else passes)) % ranks
     size = (shard + 1) * samples // ranks - shard * samples // ranks
-    # A rank one sample short keeps a repeated one: with an empty batch its step would fail.
+    # A rank that is one sample short keeps a duplicate, because an empty batch would make its step fail.
     return max(1, size - (batches - 1) * batch_size)
 
 
 def draw_seed(*numbers: int) -> int:
-    """Return a seed that follows from some numbers."""
+    """Return a seed that is derived from the numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
 def _check_readers(readers: Mapping[str, Mapping[str, Any]], placement: Placement) -> tuple[str, Mapping[str, Any]]:
-    """Return a reader, which counts the samples; refuse those of another shard, and epochs that run into each other."""
+    """Return a reader that counts the samples, after checking all of them."""
     expect(readers, "pipeline", "no reader", "a pipeline function with a reader, because without it has no length")
     name, first = next(iter(readers.items()))
     for other, meta in readers.items():
@@ -153,7 +153,7 @@ def _check_readers(readers: Mapping[str, Mapping[str, Any]], placement: Placemen
 
 
 def check_reader(name: str, meta: Mapping[str, Any], placement: Placement, samples: int) -> None:
-    """Refuse a reader of another shard, of another number of samples, or whose epochs run into each other."""
+    """Raise an error for a reader of another shard, with another number of samples, or whose epochs overlap."""
     expected = {
         "shard_id": placement.rank,
         "number_of_shards": placement.world_size,
@@ -175,19 +175,19 @@ def as_label(tensor: Tensor) -> Tensor:
 
 
 def explained(error: RuntimeError, placement: Placement, advice: str = "") -> RuntimeError:
-    """Return an error of DALI with its cause and with what to do about it.
+    """Return an error of DALI together with its cause and advice.
 
     Args:
-        error: What DALI raised.
+        error: The error that DALI raised.
         placement: Where the pipeline runs.
-        advice: What the caller knows of it.
+        advice: The caller's advice.
     """
     said = str(error)
-    if error.__cause__ is not None:  # dynamic mode raises that something failed, from what failed
+    if error.__cause__ is not None:  # dynamic mode chains the actual error
         said = f"{said}: {error.__cause__}"
     if placement.device_id is None and "CUDA" in said and "driver" in said:
         advice = (
-            "The pipeline has an operator for a GPU (device='gpu' or 'mixed'), and this loader is on the CPU. Give the "
-            "pipeline function an argument device and pass it to its operators, or run it on a machine with a GPU."
+            "The pipeline uses a GPU operator (device='gpu' or 'mixed'), but this loader is on the CPU. Add a "
+            "parameter device to the pipeline function and pass it to its operators, or run it with a GPU."
         )
     return RuntimeError(f"{said.rstrip()}\n{advice}" if advice else said)

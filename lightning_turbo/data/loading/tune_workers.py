@@ -98,7 +98,7 @@ def tune_workers(
     expect(is_number(seconds) and seconds > 0, "seconds", seconds, "a finite number above zero")
     expect(is_number(tolerance) and tolerance >= 0, "tolerance", tolerance, "a finite number of 0 or more, as 0.05")
     whole = max_workers is None or is_whole(max_workers, 0)
-    expect(whole, "max_workers", max_workers, "a whole number of 0 or more, or None")
+    expect(whole, "max_workers", max_workers, "an integer of 0 or more, or None")
     numbers = _list_numbers(count_cores() if max_workers is None else int(max_workers))
     rows: dict[int, float | str] = {}
     end = time.monotonic() + 0.9 * seconds  # a tenth is for ending worker processes

@@ -1,4 +1,4 @@
-"""Samples that were packed into files once, and what reads them again."""
+"""Packing samples into files, and reading them back."""
 
 from __future__ import annotations
 

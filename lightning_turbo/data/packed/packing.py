@@ -354,7 +354,7 @@ def _find_foreground(name: str, fields: Mapping[str, Any]) -> dict[str, np.ndarr
     inside = np.flatnonzero(label > 0)
     values = label.ravel()[inside]
     classes = np.unique(values)
-    expect(np.array_equal(classes, classes.astype(np.int64)), name, classes.tolist(), "whole numbers")
+    expect(np.array_equal(classes, classes.astype(np.int64)), name, classes.tolist(), "integers")
     chooser = np.random.default_rng(0)
     places = [inside[values == each] for each in classes]
     few = [each if len(each) <= PLACES else np.sort(chooser.choice(each, PLACES, replace=False)) for each in places]

@@ -164,7 +164,7 @@ def _load_label(path: Path, volume: np.ndarray, affine: Any) -> np.ndarray:
         whole = label.astype(np.int16)
     wrong = label[whole != label]
     found = f"{wrong.size} others, such as {wrong[0]:.6g}" if wrong.size else None
-    expect(found is None, f"label volume {str(path)!r}", found, "whole numbers of 16 bits")
+    expect(found is None, f"label volume {str(path)!r}", found, "integers of 16 bits")
     return whole
 
 

@@ -79,7 +79,7 @@ def test_no_transform_makes_a_cycle_of_references(name, space):
         (lambda: BatchAugmentation([], 0, dtype=torch.int64), TypeError, "floating-point"),
         (lambda: BatchAugmentation([], 0, image=None), TypeError, "image"),
         (lambda: BatchAugmentation([], 0).set_epoch(-1), ValueError, "epoch"),
-        (lambda: augment.PerSample(torch.nn.ReLU()), TypeError, "can be seeded by sample"),
+        (lambda: augment.PerSample(torch.nn.ReLU()), TypeError, "can be seeded per sample"),
         (lambda: IndexedDataset(iter([1])), TypeError, "__getitem__"),
     ],
 )  # fmt: skip

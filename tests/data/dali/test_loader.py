@@ -346,10 +346,10 @@ TWO_RANKS = {"rank": 1, "world_size": 2}
         ),
         (print, {}, TypeError, "pipeline: expected an ImageFolder"),
         (Pipeline, {}, TypeError, "an uncalled function decorated with nvidia.dali.pipeline_def"),
-        (ImageFolder, {"batch_size": 2.0}, ValueError, "batch_size: expected a whole number of at least 1, got 2.0"),
-        (ImageFolder, {"num_threads": 0}, ValueError, "num_threads: .* whole number of at least 1, or None, got 0"),
+        (ImageFolder, {"batch_size": 2.0}, ValueError, "batch_size: expected an integer of at least 1, got 2.0"),
+        (ImageFolder, {"num_threads": 0}, ValueError, "num_threads: .* integer of at least 1, or None, got 0"),
         (ImageFolder, {"prefetch": None}, ValueError, "prefetch: expected"),
-        (ImageFolder, {"seed": -1}, ValueError, "seed: expected a whole number of at least 0, or None, got -1"),
+        (ImageFolder, {"seed": -1}, ValueError, "seed: expected an integer of at least 0, or None, got -1"),
         (ImageFolder, {"rank": 0}, ValueError, r"rank, world_size: expected both or neither, .* got \(0, None\)"),
         (ImageFolder, {"rank": 2, "world_size": 2}, ValueError, "rank below world_size"),
         (ImageFolder, {"drop_last": "fill"}, TypeError, "drop_last='fill'"),
@@ -389,7 +389,7 @@ def test_an_operator_for_a_gpu_on_a_machine_without_is_named(files):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     loader = DALILoader(on_a_gpu, 2, num_threads=1, arguments={"files": files})
-    with pytest.raises(RuntimeError, match=r"operator for a GPU .*this loader is on the CPU\. Give the pipeline"):
+    with pytest.raises(RuntimeError, match=r"GPU operator .*this loader is on the CPU\. Add a parameter"):
         next(iter(loader))
 
 
@@ -398,7 +398,7 @@ def test_a_broken_file_of_a_folder_is_named(tmp_path):
     broken = next(tmp_path.rglob("*.jpg"))
     broken.write_bytes(b"an error page of a server")
     loader = DALILoader(ImageFolder(tmp_path, train=False, size=8), 6, num_threads=1)
-    with pytest.raises(RuntimeError, match=rf"These files are no JPEG or PNG: .*{broken.name}. Remove or repair them"):
+    with pytest.raises(RuntimeError, match=rf"These files are not JPEG or PNG: .*{broken.name}. Remove or repair them"):
         list(loader)
 
 

@@ -88,7 +88,7 @@ def test_images_are_normalised_by_statistics_of_the_dataset(space):
     first = (image[:, 0].clamp(-1, 6) - 2) / 4
     second = image[:, 1].clamp(-4, -2) + 3  # a constant channel is only shifted
     assert torch.allclose(found, torch.stack([first, second], 1))
-    with pytest.raises(ValueError, match="NormalizeIntensity: channels: expected 2, as intensities, got 3"):
+    with pytest.raises(ValueError, match="NormalizeIntensity: channels: expected 2, like intensities, got 3"):
         augment.BatchAugmentation([step], seed=1, image=0)([torch.rand(1, 3, *space)], range(1))
 
 

@@ -69,7 +69,7 @@ def test_a_label_means_the_same_class_whatever_is_missing(images, tmp_path):
     root, _ = images
     classes = ["cat", "bee", "ant", "dog"]
     (root / "bee").mkdir()
-    with pytest.raises(ValueError, match=r"Found no file \(.bmp.* of the class '.*bee'.* or pass classes="):
+    with pytest.raises(ValueError, match=r"Found no file \(.bmp.* of class '.*bee'.* or pass classes="):
         pack_folder(root, tmp_path / "out")
     dataset = packed(root, tmp_path / "out", classes=classes)
     assert dataset.classes == classes

@@ -192,7 +192,7 @@ def test_broken_samples_are_left_out_with_a_list(tmp_path):
         (lambda n: {"x": 1} if n < 2 else {"y": 1}, {}, ValueError, "sample 2: expected the structure .*'x'.*'y'"),
         (lambda n: np.zeros((1,) * 9), {}, ValueError, "shape: expected at most 8 axes"),
         (lambda n: {"x": n}, {"foreground": "label"}, KeyError, "expected one of .*'x'.*, got 'label'"),
-        (lambda n: {"x": np.array([0.5])}, {"foreground": "x"}, ValueError, r"x: expected whole numbers, got \[0.5\]"),
+        (lambda n: {"x": np.array([0.5])}, {"foreground": "x"}, ValueError, r"x: expected integers, got \[0.5\]"),
         (scan, {"compress": (0, 4)}, TypeError, "compress: expected True, False, or the lengths of a chunk"),
         (scan, {"num_workers": -1}, ValueError, "num_workers: expected an integer of 0 or more"),
     ],

@@ -74,7 +74,7 @@ def test_what_nifti_files_hold(nifti, tmp_path):
     [
         (np.zeros((2, 2, 3), np.uint8), AFFINE, r"1.nii.gz': expected the shape \(2, 2, 2\), got \(2, 2, 3\)"),
         (np.zeros((2, 2, 2), np.uint8), np.eye(4), "1.nii.gz': expected the affine of its volume"),
-        (np.full((2, 2, 2), 70000, np.int32), AFFINE, "1.nii.gz': expected whole numbers of 16 bits"),
+        (np.full((2, 2, 2), 70000, np.int32), AFFINE, "1.nii.gz': expected integers of 16 bits"),
         (None, AFFINE, "cannot be packed"),
     ],
 )
@@ -244,7 +244,7 @@ def test_files_that_are_no_volumes(nifti, tmp_path, write, message):
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (np.array([0, 0.9999, 2], np.float32), r"expected whole numbers of 16 bits, got '1 others, such as 0.9999'"),
+        (np.array([0, 0.9999, 2], np.float32), r"expected integers of 16 bits, got '1 others, such as 0.9999'"),
         (np.array([0, 0.5, 1.5]), r"got '2 others, such as 0.5'"),
         (np.array([0, 40000, 1], np.uint16), r"got '1 others, such as 40000'"),
         (np.array([0, -40000, 1], np.int32), r"such as -40000'"),
@@ -265,7 +265,7 @@ def test_a_label_file_with_a_slope_is_named(nifti, tmp_path):
     image = nibabel.Nifti1Image(np.array([0, 1, 2, 3] * 2, np.float32).reshape(2, 2, 2) * 0.7, AFFINE)
     image.set_data_dtype(np.uint8)  # stored with a slope
     nibabel.save(image, tmp_path / "masks" / "a.nii")
-    with pytest.raises(ValueError, match=r"masks/a.nii': expected whole numbers .* got '6 others, such as 0.7'"):
+    with pytest.raises(ValueError, match=r"masks/a.nii': expected integers .* got '6 others, such as 0.7'"):
         pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
 
 
