@@ -97,7 +97,7 @@ def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):
     assert cli.main(["pack", "scans", "named", "--modalities=-t1,-t2", "--labels=-seg"]) == 0
     assert cli.main(["pack", "scans", "without", "--modalities=-t1,-t2", "--labels", "none"]) == 0
     assert (Path("packed/labels.npy").exists(), Path("without/labels.npy").exists()) == (True, False)
-    assert "does not go with .npy files" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1x1.5")
+    assert "does not apply to .npy files" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1x1.5")
     assert "expected DEPTHxHEIGHTxWIDTH in millimetres" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1")
 
 
@@ -118,8 +118,8 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert "1/3 files, 2 s left" in said.err
     assert said.out.splitlines()[1].endswith("out.broken.txt: 1 files were skipped")
     assert np.load("out/labels.npy").shape == (2, 2, 2, 4)
-    assert "mode='L' does not go" in refused(capsys, *argv, "--overwrite", "--mode", "L")
-    assert "classes=('a', 'b') does not go" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
+    assert "mode='L' does not apply" in refused(capsys, *argv, "--overwrite", "--mode", "L")
+    assert "classes=('a', 'b') does not apply" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
     assert "modalities: expected names that end in" in refused(capsys, *argv, "--overwrite", "--modalities", "_a")
     assert "num_workers: expected" in refused(capsys, *argv, "--overwrite", "--compress", "2x2x2", "--workers", "-1")
 

@@ -1,4 +1,4 @@
-"""``cache_transforms``: what a dataset returns, packed once and found again under the key that the user gives."""
+"""``cache_transforms``: packs the samples of a dataset once and finds them again by a user-defined key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_turbo.errors import TurboWarning
 __all__ = ["cache_transforms", "stamp_files"]
 
 PLAIN = (str, bytes, bool, int, float, type(None))
-# How often a sample that draws random numbers is loaded again to see whether they change it, and for how long.
+# A sample that draws random numbers is loaded again, up to this often and this long, to see whether it changes.
 LOADS = 32
 SECONDS = 10.0
 
@@ -35,39 +35,39 @@ def cache_transforms(
     num_workers: int = 0,
     progress: Progress | None = None,
 ) -> Path:
-    """Return a folder with the samples of ``dataset``, packed now or in an earlier run, for ``PackedDataset``.
+    """Return a folder with the samples of ``dataset`` for ``PackedDataset``, packed now or in an earlier run.
 
-    The deterministic part of a pipeline, which reads, resamples and normalises, runs once; random transforms follow as
+    The deterministic part of a pipeline (reading, resampling, normalizing) runs once; random transforms go into
     ``sample_transform`` of ``PackedDataset`` or ``transform`` of ``PatchDataset``.
 
-    The folder's name is a digest of ``key``, the number of samples, ``foreground`` and ``compress``. Nothing else is
-    looked at: a change of the files or of the code gives the old samples until ``key`` changes too. Old folders stay
-    until they are removed.
+    The folder's name is a digest of ``key``, the number of samples, ``foreground`` and ``compress``, and of nothing
+    else: after a change of files or code you get the old samples until you change ``key``. Old folders stay until you
+    remove them.
 
-    Several processes may call it at once, as the ranks of a run do: one packs, while the others wait. It takes
-    a folder of its own on each node, or one that the nodes share. What is interrupted goes on with the next call.
+    Several processes may call this at once, such as the ranks of a run: one packs while the others wait. It works with
+    one folder per node or a shared one. After an interruption, the next call continues.
 
     Args:
-        dataset: Has ``__getitem__`` and ``__len__``; its samples are those that ``pack`` takes.
-        folder: Where the packed folders lie.
-        key: What the samples follow from: a string such as ``"spacing 1.5, v2"``, or a function of the dataset that
-            returns strings, numbers, and tuples, lists or dictionaries of them. ``stamp_files`` gives a string that
-            changes with files.
-        foreground: As for ``pack``.
-        compress: As for ``pack``.
-        num_workers: Number of processes that load samples.
-        progress: Called with the number of finished samples and of all samples.
+        dataset: Has ``__getitem__`` and ``__len__``; returns samples that ``pack`` accepts.
+        folder: The folder for the packed folders.
+        key: Identifies how the samples are made: a string such as ``"spacing 1.5, v2"``, or a function of the dataset
+            that returns strings, numbers, and tuples, lists or dictionaries of them. ``stamp_files`` returns a string
+            that changes with the files.
+        foreground: As in ``pack``.
+        compress: As in ``pack``.
+        num_workers: Number of worker processes that load samples.
+        progress: Called with the number of finished samples and the total.
 
     Raises:
-        TypeError: If ``key`` is missing, or holds something else.
-        ValueError: If ``key`` is empty, or a sample is another one each time that it is loaded.
+        TypeError: If ``key`` is missing or contains other types.
+        ValueError: If ``key`` is empty, or a sample changes each time it is loaded.
 
     Warns:
-        TurboWarning: If loading the first sample draws random numbers, which did not change it.
+        TurboWarning: If loading the first sample draws random numbers that do not change it.
 
     Note:
-        Only the first sample is looked at for random numbers. The global random states are those from before the call,
-        whether it packs or not.
+        Only the first sample is checked for random numbers. The global RNGs are left unchanged, whether the call packs
+        or not.
 
     Example:
         >>> import tempfile
@@ -82,7 +82,7 @@ def cache_transforms(
     packing = Packing(Path(folder) / name[:32], compress, num_workers, progress=progress, exist_ok=True)
     if not packing.target.exists():
         contents = {"classes": list(getattr(dataset, "classes", ())), "foreground": foreground}
-        # A run that packs goes on with the random numbers of a run that finds its samples packed.
+        # A run that packs continues with the same random numbers as a run that finds the samples packed.
         with same_random_numbers():
             _check_sample_is_the_same(dataset)
             packing.write(dataset, name, contents, catch=False)
@@ -90,11 +90,11 @@ def cache_transforms(
 
 
 def stamp_files(*paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> str:
-    """Return a digest of the names, sizes and times of writing of files, for ``cache_transforms(key=)``.
+    """Return a digest of the names, sizes and modification times of files, for ``cache_transforms(key=)``.
 
     Args:
-        *paths: Files, folders, and lists of them. A folder stands for all files below it but hidden ones, by their
-            names in it.
+        *paths: Files, folders, and lists of them. A folder stands for all its files, except hidden ones, by their
+            relative paths.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -123,10 +123,10 @@ def stamp_files(*paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]
 
 
 def _check_key(key: Any) -> Any:
-    """Return a key whose ``repr`` says all of it; refuse another one, and say what to write."""
+    """Return a key whose ``repr`` describes it fully; otherwise raise an error that says what to write."""
     what = (
-        "what the samples follow from, as key='spacing 1.5, v1', which you change with the code; or a function, as "
-        "key=lambda dataset: ('v1', stamp_files(dataset.files)), which follows the files too"
+        "a description of how samples are made, such as key='spacing 1.5, v1', which you change with the code; or a "
+        "function, such as key=lambda dataset: ('v1', stamp_files(dataset.files)), which follows the files too"
     )
     expect(key is not None and _is_plain(key), "key", key, what, TypeError)
     expect(key not in ("", (), [], {}), "key", key, what)
@@ -134,29 +134,29 @@ def _check_key(key: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the ``repr`` of a value is the same in each process."""
+    """Return whether the ``repr`` of a value is the same in every process."""
     if isinstance(value, Mapping):
         return type(value) is dict and _is_plain([part for pair in value.items() for part in pair])
     return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else type(value) in PLAIN
 
 
 def _check_sample_is_the_same(dataset: Any) -> None:
-    """Refuse a dataset whose first sample is another one each time."""
+    """Raise an error if the first sample of a dataset changes each time it is loaded."""
     with GeneratorWatch(generators_in(dataset)) as watch:
         first = digest_of_sample(dataset, 0)
     if not watch.drew:
         return
-    # Transforms may draw a number for a chance of 1, as TorchIO's do, and give the same sample each time.
+    # Transforms may draw a number for a probability of 1, like TorchIO's, and still return the same sample.
     begun = time.monotonic()
     loads = 0
     drawn = " and ".join(watch.drew)
-    what = "a sample that is the same each time; move random transforms behind the cache"
+    what = "the same sample each time; move random transforms behind the cache"
     while loads < 2 or (loads < LOADS and time.monotonic() - begun < SECONDS):
         loads += 1
         expect(digest_of_sample(dataset, 0) == first, "dataset", f"one that draws from {drawn}", what)
     warnings.warn(
-        f"The first sample draws from {drawn}. It was the same {loads + 1} times, and is packed. A transform that "
-        "seldom changes a sample would be frozen in the cache: move random transforms behind it.",
+        f"The first sample draws from {drawn}. It was identical {loads + 1} times and is packed. A transform that "
+        "rarely changes a sample would be frozen in the cache: move random transforms behind it.",
         TurboWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""The intensities of the foreground, as samples of each scan and as statistics of all scans."""
+"""Foreground intensities: samples of each scan, and statistics over all scans."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_turbo.data.packed.rows import open_rows, read_row
 
 __all__ = ["Intensities", "describe_intensities", "draw_intensities"]
 
-DRAWS = 10_000  # of each scan and channel, whatever the size of its foreground, as nnU-Net draws them
+DRAWS = 10_000  # per scan and channel, whatever the size of the foreground, as in nnU-Net
 END = "intensities"
 
 Intensities: TypeAlias = dict[str, list[dict[str, float]]]
 
 
 def draw_intensities(name: str, fields: Mapping[str, Any], inside: np.ndarray) -> dict[str, np.ndarray]:
-    """Return intensities of the foreground of each volume that has the space of the label volume.
+    """Return foreground intensities of each volume whose space is that of the label volume.
 
     Args:
         name: Name of the label volume, of shape ``(*space)`` or ``(1, *space)``.
         fields: The fields of a sample.
-        inside: Places of the foreground in the flattened label volume.
+        inside: Positions of the foreground in the flattened label volume.
     """
     shape = fields[name].shape
     space = shape[1:] if len(shape) > 2 and shape[0] == 1 else shape
@@ -39,7 +39,7 @@ def draw_intensities(name: str, fields: Mapping[str, Any], inside: np.ndarray) -
 
 
 def describe_intensities(folder: Path) -> Intensities:
-    """Return statistics of each channel of the volumes in a folder, by their names."""
+    """Return statistics of each channel of the volumes in a folder, by volume name."""
     found: Intensities = {}
     for path in sorted(folder.glob(f"*.{END}.npy")):
         rows = open_rows(path)

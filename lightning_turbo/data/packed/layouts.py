@@ -1,4 +1,4 @@
-"""Which files below a folder make a sample: the channels of a volume, its label volume, or its class."""
+"""Groups the files below a folder into samples: the channels of a volume, with its label volume or class."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NIFTI = (".nii", ".nii.gz")
 VOLUMES = (".npy", *NIFTI)
 KINDS = {"images": IMAGES, ".npy files": (".npy",), "NIfTI files": NIFTI}
 
-# How the name of a label volume ends where it lies beside its volume: BraTS, ACDC, BIDS, KiTS, and many others.
+# Suffixes of label volumes beside their volumes, as in BraTS, ACDC, BIDS, KiTS and many others.
 MASK = re.compile(r"(?:^|(?<=/)|[-_. ])(seg|dseg|segmentation|mask|msk|label|labels|gt)$", re.IGNORECASE)
 
-# Further names of theirs, which say what they are, but not of which volume.
+# Further words in file names that mark a label volume, but do not say of which volume.
 WORDS = re.compile(r"(d?seg|segmentations?|masks?|msk|labels?(tr|ts)?|gt|ground_?truth)\d*", re.IGNORECASE)
-MARKS = ("-", "_", ".", " ", "/")  # between the name of a case and the end of that of a file
+MARKS = ("-", "_", ".", " ", "/")  # separators between the name of a case and a suffix
 
 Labels = str | os.PathLike[str] | bool | None
 
@@ -33,9 +33,9 @@ class Layout(NamedTuple):
     """The files of each sample.
 
     Attributes:
-        volumes: For each sample its files, one for each channel; ``None`` for one that is missing.
-        masks: For each sample its label volume, or ``None`` if it is missing; ``None`` if there are no label volumes.
-        numbers: For each sample the number of its class; ``None`` if there are no classes.
+        volumes: The files of each sample, one per channel; ``None`` for a missing one.
+        masks: The label volume of each sample, or ``None`` if it is missing; ``None`` if there are no label volumes.
+        numbers: The class index of each sample; ``None`` if there are no classes.
         classes: Names of the classes.
     """
 
@@ -46,31 +46,31 @@ class Layout(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """What the ``dataset.json`` of nnU-Net and of the Medical Segmentation Decathlon says."""
+    """The contents of a ``dataset.json`` of nnU-Net or the Medical Segmentation Decathlon."""
 
     ends: tuple[str, ...]
     classes: tuple[str, ...]
 
 
 def find_kind(source: Path) -> tuple[str, list[Path]]:
-    """Return the kind of the files below a folder, and the files; of nnU-Net's folders those for training."""
+    """Return the kind of the files below a folder, and the files; for nnU-Net, the training files."""
     place = _images_in(source)
     found = {kind: files for kind, suffixes in KINDS.items() if (files := list_files(place, suffixes))}
     known = ", ".join(suffix for suffixes in KINDS.values() for suffix in suffixes)
-    expect(found, "folder", str(place), f"a folder with files that end in {known}", FileNotFoundError)
+    expect(found, "folder", str(place), f"a folder with files of type {known}", FileNotFoundError)
     expect(len(found) == 1, "folder", str(place), f"one kind of files, not {' and '.join(found)}")
     ((kind, files),) = found.items()
     return kind, files
 
 
 def find_images(source: Path, files: list[Path], labels: Labels, classes: Sequence[str] | None) -> Layout:
-    """Return the images of a folder, and their classes."""
+    """Return the images of a folder and their classes."""
     stems = {_stem(path, source) for path in files}
     masks = {path for path, case in _masks_among(source, files).items() if case in stems}
     if masks and labels is not False:
         raise ValueError(
-            f"labels: expected images, got masks among them, such as {str(min(masks))!r}. Move them away, or pass "
-            "labels=False (--labels none), which leaves them out."
+            f"labels: expected only images, got masks such as {str(min(masks))!r}. Move them away, or pass "
+            "labels=False (--labels none), which skips them."
         )
     files = [path for path in files if path not in masks]
     names, numbers = _read_classes(source, files, classes)
@@ -86,21 +86,20 @@ def find_volumes(
     *,
     allow_missing: bool,
 ) -> Layout:
-    """Return the volumes of a folder with their channels, label volumes and classes.
+    """Return the volumes of a folder with their channels, and their label volumes or classes.
 
     Args:
         source: The folder.
         files: The files in it.
-        labels: A folder of label volumes, or the end of the names of those beside the volumes. ``None`` finds these by
-            their names, and ``labelsTr`` of nnU-Net. ``False`` leaves them out.
-        modalities: The ends of the names of files that are channels. ``None`` takes them from nnU-Net's
-            ``dataset.json``.
-        classes: Names of the classes, which are subfolders. Default: the subfolders, if there are any.
-        allow_missing: Whether missing channels and label volumes are ``None`` instead of an error.
+        labels: A folder of label volumes, or the suffix of those beside the volumes. ``None`` recognizes them by name,
+            and ``labelsTr`` of nnU-Net. ``False`` skips them.
+        modalities: The suffixes of files that are channels. ``None`` reads them from nnU-Net's ``dataset.json``.
+        classes: Names of the classes, which are subfolders. Default: the subfolders, if any.
+        allow_missing: Whether a missing channel or label volume becomes ``None`` instead of an error.
 
     Raises:
         FileNotFoundError: If a channel or label volume is missing.
-        ValueError: If files cannot be told apart; the message names two of them.
+        ValueError: If files are ambiguous; the message names two of them.
     """
     described = _read_description(source)
     labels = _labels_of(source, labels)
@@ -119,7 +118,7 @@ def find_volumes(
 
 
 def _labels_of(source: Path, labels: Labels) -> Labels:
-    """Return where the label volumes are; where nothing is said, those for training in the layout of nnU-Net."""
+    """Return where the label volumes are; by default those for training in nnU-Net's layout."""
     images = source if source.name == "imagesTr" else source / "imagesTr"
     there = images.with_name("labelsTr")
     return there if labels is None and there.is_dir() and images.is_dir() else labels
@@ -128,7 +127,7 @@ def _labels_of(source: Path, labels: Labels) -> Labels:
 def _ends_of(
     files: Iterable[Path], source: Path, modalities: Sequence[str] | None, described: _Description
 ) -> Sequence[str] | None:
-    """Return the ends of the channels; where nothing is said, those of nnU-Net, if all files have one of them."""
+    """Return the suffixes of the channels; by default those of nnU-Net, if every file has one of them."""
     if modalities is not None:
         return modalities
     found = described.ends and all(_stem(path, source).endswith(described.ends) for path in files)
@@ -136,7 +135,7 @@ def _ends_of(
 
 
 def _images_in(source: Path) -> Path:
-    """Return the folder of the images for training in the layout of nnU-Net, or the folder itself."""
+    """Return the folder of the training images in nnU-Net's layout, or the folder itself."""
     training = source / "imagesTr"
     return training if training.is_dir() else source
 
@@ -147,7 +146,7 @@ def _stem(path: Path, root: Path) -> str:
 
 
 def _read_description(source: Path) -> _Description:
-    """Return what a ``dataset.json`` in a folder, or beside ``imagesTr`` and ``imagesTs``, says."""
+    """Return the contents of a ``dataset.json`` in a folder or beside ``imagesTr`` and ``imagesTs``."""
     place = source.parent if source.name in ("imagesTr", "imagesTs") else source
     path = place / "dataset.json"
     if not path.is_file():
@@ -155,7 +154,7 @@ def _read_description(source: Path) -> _Description:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(path)!r}: expected JSON, as nnU-Net writes it ({error}).") from error
+        raise ValueError(f"{str(path)!r}: expected JSON as written by nnU-Net ({error}).") from error
     found = found if isinstance(found, Mapping) else {}
     channels = found.get("channel_names", found.get("modality"))
     ends = tuple(f"_{number:04}" for number in range(len(channels))) if isinstance(channels, Mapping) else ()
@@ -164,8 +163,8 @@ def _read_description(source: Path) -> _Description:
 
 
 def _names_of_labels(labels: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the labels 0, 1, ..., or none where they are numbered otherwise."""
-    if any(key.isdigit() for key in labels):  # {"0": "background", ...}, as in nnU-Net's first version
+    """Return the names of the labels 0, 1, ..., or none if the numbers are different."""
+    if any(key.isdigit() for key in labels):  # {"0": "background", ...}, as in the first version of nnU-Net
         name_of = {str(number): str(name) for number, name in labels.items()}
     else:
         name_of = {str(number): str(name) for name, number in labels.items()}
@@ -176,22 +175,22 @@ def _names_of_labels(labels: Mapping[str, Any]) -> tuple[str, ...]:
 def _read_classes(
     source: Path, files: list[Path], classes: Sequence[str] | None
 ) -> tuple[Sequence[str], list[int] | None]:
-    """Return the classes of a folder, and the number of that of each file; none without subfolders."""
+    """Return the classes of a folder and the class index of each file; none without subfolders."""
     beside = [file.name for file in files if file.parent == source]
     if classes is None and len(beside) == len(files):
         return (), None
-    expect(not beside, "folder", str(source), f"all files in the folders of the classes, but found {beside[:1]}")
+    expect(not beside, "folder", str(source), f"all files in class folders, but found {beside[:1]}")
     suffixes = sorted({suffix for known in KINDS.values() for suffix in known})
     names, found, numbers = find_classes(source, suffixes, classes)
     number_of = dict(zip(found, numbers, strict=True))
     return names, [number_of[file] for file in files]
 
 
-# Channels.
+# Channels
 
 
 class _Volume(NamedTuple):
-    """A volume: its name without the ends of its channels, and the file of each channel."""
+    """A volume: its name without the suffixes of its channels, and the file of each channel."""
 
     name: str
     files: list[Path | None]
@@ -202,7 +201,7 @@ class _Volume(NamedTuple):
 
 
 def _join_channels(files: Sequence[Path], source: Path, ends: Sequence[str] | None) -> list[_Volume]:
-    """Return the volumes of which files are the channels; without ends each file is a volume."""
+    """Combine files, which are channels, into volumes; without suffixes each file is a volume."""
     expect(files, "labels", str(source), "volumes beside the label volumes", FileNotFoundError)
     if ends is None:
         return [_Volume(_stem(path, source), [path]) for path in files]
@@ -210,7 +209,7 @@ def _join_channels(files: Sequence[Path], source: Path, ends: Sequence[str] | No
     others = []
     for path in files:
         stem = _stem(path, source)
-        # The longest, as a name that ends in "_0001" ends in "1" too.
+        # The longest match, because a name that ends in "_0001" also ends in "1".
         end = max((end for end in ends if stem.endswith(end)), key=len, default=None)
         if end is None:
             others.append(path)
@@ -218,15 +217,15 @@ def _join_channels(files: Sequence[Path], source: Path, ends: Sequence[str] | No
         name = stem.removesuffix(end)
         there = volumes.setdefault(name, {}).setdefault(end, path)
         expect(there is path, "modalities", [str(there), str(path)], f"one file for {end!r} of the volume {name!r}")
-    # Further channels of these volumes, which are not asked for, are left out; another file may be misnamed.
-    what = f"names that end in one of {list(ends)}, or belong to a volume of which these are there"
+    # Channels of these volumes that were not requested are skipped; any other file may be misnamed.
+    what = f"names that end in one of {list(ends)}, or belong to a volume that has these"
     for path in others:
         expect(not volumes.keys().isdisjoint(_cases_of(_stem(path, source))), "modalities", str(path), what)
     return [_Volume(name, [channels.get(end) for end in ends]) for name, channels in volumes.items()]
 
 
 def _check_channels(volumes: Iterable[_Volume], ends: Sequence[str]) -> None:
-    """Refuse a volume without all of its channels."""
+    """Raise an error for a volume that lacks a channel."""
     for name, files in volumes:
         got = [end for end, path in zip(ends, files, strict=True) if path is not None]
         what = f"each of {list(ends)} for the volume {name!r}"
@@ -236,22 +235,22 @@ def _check_channels(volumes: Iterable[_Volume], ends: Sequence[str]) -> None:
 def _read_classes_of_volumes(
     source: Path, volumes: Sequence[_Volume], classes: Sequence[str] | None
 ) -> tuple[Sequence[str], list[int] | None]:
-    """Return the classes, and the number of that of each volume."""
-    # A folder of the name of its only volume is a case, as BraTS has it, and not a class.
+    """Return the classes and the class index of each volume."""
+    # A folder named like its only volume is a case, as in BraTS, not a class.
     cases = all(volume.first.parent.name == Path(volume.name).name for volume in volumes)
     return ((), None) if cases and classes is None else _read_classes(source, [each.first for each in volumes], classes)
 
 
-# Label volumes.
+# Label volumes
 
 
 class _Masks(NamedTuple):
     """The label volumes.
 
     Attributes:
-        by_case: Those of each name of a case.
-        by_short_name: Those that have a further end, as ``_seg``, by the name before it.
-        beside: The files among the volumes that are label volumes.
+        by_case: Label volumes by the name of their case.
+        by_short_name: Those with a further suffix, such as ``_seg``, by the name without it.
+        beside: Label volumes among the files of the volumes.
     """
 
     by_case: dict[str, list[Path]]
@@ -260,19 +259,19 @@ class _Masks(NamedTuple):
 
 
 def _masks_among(source: Path, files: Iterable[Path]) -> dict[Path, str]:
-    """Return the files that are named as label volumes, and for each the name of the case that it belongs to."""
+    """Return the files that are named like label volumes, each with the name of its case."""
     stems = {path: _stem(path, source) for path in files}
     return {path: MASK.sub("", stem) for path, stem in stems.items() if MASK.search(stem)}
 
 
 def _cases_of(name: str) -> list[str]:
-    """Return the names of the cases that a file may belong to, longest first: its own, and those before an end."""
+    """Return the cases that a file may belong to, longest name first: its own name and those before a separator."""
     begins = [name[: at + (mark == "/")] for at, mark in enumerate(name) if mark in MARKS]
     return [name, *reversed(begins), *([] if "/" in name else [""])]
 
 
 def _find_masks(source: Path, files: list[Path], labels: Labels) -> _Masks:
-    """Return the label volumes that ``labels`` names, or that are found beside the volumes."""
+    """Return the label volumes selected by ``labels``, or those found beside the volumes."""
     if labels is False:
         named = {path for path in files if _is_named_as_mask(source, path)}
         return _masks_of({}, named if len(named) < len(files) else set())
@@ -281,7 +280,7 @@ def _find_masks(source: Path, files: list[Path], labels: Labels) -> _Masks:
     if Path(labels).resolve() == source.resolve():
         masks = _masks_by_names(source, files)
         ends = "-seg, _seg, _mask, _label, _gt and the like"
-        what = f"names of label volumes that end in {ends}; name another end, as labels='_lesion'"
+        what = f"names of label volumes that end in {ends}; pass any other suffix, such as labels='_lesion'"
         expect(masks.by_case, "labels", str(labels), what, FileNotFoundError)
         return masks
     if Path(labels).is_dir():
@@ -291,38 +290,38 @@ def _find_masks(source: Path, files: list[Path], labels: Labels) -> _Masks:
 
 
 def _masks_by_names(source: Path, files: Iterable[Path]) -> _Masks:
-    """Return the files that are named as label volumes, if others belong to their cases."""
+    """Return the files that are named like label volumes, if other files belong to their cases."""
     cases = _masks_among(source, files)
-    # The masks of a folder of masks are its volumes.
+    # In a folder that only contains masks, the masks are the volumes.
     others = {case for path in files if path not in cases for case in _cases_of(_stem(path, source))}
     return _masks_of({}, set()) if others.isdisjoint(cases.values()) else _masks_of(cases, set(cases))
 
 
 def _is_named_as_mask(source: Path, path: Path) -> bool:
-    """Return whether a folder of a file, or the first or last word of its name, says that it is a label volume."""
+    """Return whether a folder, or the first or last word of the file name, marks a label volume."""
     *folders, stem = _stem(path, source).split("/")
     words = [word for word in re.split(r"[-_. ]", stem) if word and not word.isdigit()]
     return any(WORDS.fullmatch(word) for word in (*folders, *words[:1], *words[-1:]))
 
 
 def _check_no_masks(source: Path, volumes: Sequence[_Volume], labels: Labels, classes: Sequence[str] | None) -> None:
-    """Refuse volumes some of which are named as label volumes, where nothing says what is what."""
+    """Raise an error if some volumes are named like label volumes and no argument resolves this."""
     masks = [volume.first for volume in volumes if _is_named_as_mask(source, volume.first)]
     if labels is None and classes is None and 0 < len(masks) < len(volumes):
         raise ValueError(
-            f"labels: expected volumes, got {str(masks[0])!r} among them, which is named as a label volume. Pack the "
-            "folder of the volumes alone, with labels= for the folder of the label volumes or for the end of their "
-            "names; or leave them out with labels=False (--labels none)."
+            f"labels: expected only volumes, got {str(masks[0])!r}, which is named like a label volume. Pack the "
+            "folder of the volumes alone, with labels= for the folder or the suffix of the label volumes; or skip them "
+            "with labels=False (--labels none)."
         )
 
 
 def _masks_by_end(source: Path, files: Iterable[Path], end: str) -> _Masks:
-    """Return the files whose names have an end."""
+    """Return the files whose names have a suffix."""
     stems = {path: _stem(path, source) for path in files}
     cases = {path: stem.removesuffix(end) for path, stem in stems.items() if stem.endswith(end)}
-    what = f"a folder, or the end of the names of label volumes in {str(source)!r}"
+    what = f"a folder, or the suffix of label volumes in {str(source)!r}"
     expect(cases, "labels", end, what, FileNotFoundError)
-    # Further label volumes of these cases are left out.
+    # Further label volumes of these cases are skipped.
     named = set(cases.values())
     others = {path for path, case in _masks_among(source, files).items() if case in named}
     return _masks_of(cases, {*cases, *others})
@@ -339,21 +338,21 @@ def _masks_of(cases: Mapping[Path, str], beside: set[Path]) -> _Masks:
 
 
 def _pair(volumes: Sequence[_Volume], masks: _Masks, place: str | None) -> list[Path | None]:
-    """Return the label volume of each volume; refuse a missing one in ``place``, unless this is ``None``."""
+    """Return the label volume of each volume; raise an error for a missing one, unless ``place`` is ``None``."""
     pairs = [_label_of(volume, masks) for volume in volumes]
     _check_each_has_one_volume(volumes, pairs, masks)
     missing = [volume.name for volume, path in zip(volumes, pairs, strict=True) if path is None]
     if missing and place is not None:
         raise FileNotFoundError(
-            f"labels: expected a label volume with the name of each volume (nnU-Net's _0000 and ends such as _seg may "
-            f"differ), got none for {missing} {f'in {place!r}' if place else 'beside it'}. Skip these with "
-            "skip_broken=True (--skip-broken), or leave all label volumes out with labels=False (--labels none)."
+            f"labels: expected a label volume with the name of each volume (nnU-Net's _0000 and suffixes such as _seg "
+            f"may differ), got none for {missing} {f'in {place!r}' if place else 'beside it'}. Skip these with "
+            "skip_broken=True (--skip-broken), or skip all label volumes with labels=False (--labels none)."
         )
     return pairs
 
 
 def _label_of(volume: _Volume, masks: _Masks) -> Path | None:
-    """Return the label volume of a volume: that of its own name before those of which an end differs."""
+    """Return the label volume of a volume: one with its exact name before those with another suffix."""
     name = volume.name
     by_case = masks.by_case
     if masks.beside and name not in by_case:
@@ -364,13 +363,13 @@ def _label_of(volume: _Volume, masks: _Masks) -> Path | None:
         found = (by_case.get(short, []), *(masks.by_short_name.get(each, []) for each in {name, short}))
         candidates = sorted(path for paths in found for path in paths)
     title = str(volume.first)
-    what = f"one label volume for {title!r}; remove the other, or name the end of the right ones, as labels='_seg'"
+    what = f"one label volume for {title!r}; remove the other, or select a suffix, such as labels='_seg'"
     expect(len(candidates) < 2, "labels", list(map(str, candidates)), what)
     return candidates[0] if candidates else None
 
 
 def _check_each_has_one_volume(volumes: Sequence[_Volume], pairs: Sequence[Path | None], masks: _Masks) -> None:
-    """Refuse a label volume of two volumes, which are channels of one, most likely."""
+    """Raise an error if a label volume belongs to two volumes, which are probably channels of one."""
     volumes_of: dict[Path, list[str]] = {}
     for volume, path in zip(volumes, pairs, strict=True):
         if path is not None:
@@ -381,5 +380,5 @@ def _check_each_has_one_volume(volumes: Sequence[_Volume], pairs: Sequence[Path 
             ends = tuple(name.removeprefix(case) or "_0000" for name in names)
             raise ValueError(
                 f"labels: expected one volume for the label volume {str(path)!r}, got {names}. If they are channels of "
-                f"one volume, name the ends of their files, as modalities={ends} (--modalities={','.join(ends)})."
+                f"one volume, name their suffixes: modalities={ends} (--modalities={','.join(ends)})."
             )

@@ -1,4 +1,4 @@
-"""``pack_folder``: pack a folder of images or volumes for ``PackedDataset``."""
+"""``pack_folder``: packs a folder of images or volumes for ``PackedDataset``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["pack_folder"]
 
 READERS = {"images": "PIL", "NIfTI files": "nibabel"}
 GREY = ("1", "L", "LA", "La")
-BESIDE = ("affine", "spacing", "files")  # fields that are read if ``keys`` names them
+BESIDE = ("affine", "spacing", "files")  # fields that are only read if ``keys`` names them
 
 Row = dict[str, Any]
 
@@ -44,66 +44,67 @@ def pack_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Pack the images or volumes below ``folder``, as they are or at one size, for ``PackedDataset``.
+    """Pack the images or volumes below ``folder``, as they are or resized, for ``PackedDataset``.
 
-    Images become the field ``images``, uint8 (channels, height, width), rotated as their EXIF orientation says and
-    without transparency. ``.npy`` and NIfTI files become ``volumes`` with their dtype, shape and order of axes; the
-    fourth axis of a NIfTI file, its channels, comes first, unless it has one entry. NIfTI files also give ``affine``,
-    float64 (4, 4) from voxels to millimetres, and ``spacing``, float64 (3,) in millimetres. ``files`` holds the path
-    below ``folder``. ``PackedDataset`` reads these three if ``keys`` names them.
+    Images become the field ``images``, uint8 (channels, height, width), rotated according to their EXIF orientation and
+    without transparency. ``.npy`` and NIfTI files become ``volumes`` with their dtype, shape and axis order, except
+    that the fourth axis of a NIfTI file, its channels, comes first, or is dropped if it has one entry. NIfTI files also
+    provide ``affine``, float64 (4, 4) from voxels to millimeters, and ``spacing``, float64 (3,) in millimeters.
+    ``files`` holds the path relative to ``folder``. ``PackedDataset`` only reads these three if ``keys`` names them.
 
-    Subfolders are classes, and ``labels`` holds int64 labels. With label volumes it holds these instead, int16, and the
-    places of up to 10,000 voxels of each class above 0 are stored for ``PatchDataset(foreground=)``, and 10,000
-    intensities of the foreground for ``intensities``. Hidden files and folders are ignored.
+    Subfolders are classes, and ``labels`` holds int64 class indices. With label volumes it holds those instead, as
+    int16; the positions of up to 10,000 voxels of each class above 0 are stored for ``PatchDataset(foreground=)``, and
+    10,000 foreground intensities for ``intensities``. Hidden files and folders are skipped.
 
-    The layouts of nnU-Net and of the Medical Segmentation Decathlon (``imagesTr``, ``labelsTr``, ``dataset.json``) are
-    packed as they are, and so are label volumes beside their volumes, as BraTS and ACDC have them.
+    The layouts of nnU-Net and the Medical Segmentation Decathlon (``imagesTr``, ``labelsTr``, ``dataset.json``) are
+    recognized, as are label volumes beside their volumes, as in BraTS and ACDC.
 
-    The folder ``out`` appears when everything is in it. What is written before stands in ``<out>.partial``; if packing
-    is interrupted, or some files are broken, the next call goes on there, unless the files have changed.
+    The folder ``out`` appears once everything is in it. Until then the data are in ``<out>.partial``; after an
+    interruption, or if some files are broken, the next call continues there unless the files have changed.
 
     Args:
-        folder: Folder with the files.
-        out: Folder to write, outside of ``folder``.
-        labels: Folder with a label volume for each volume, of the same name (nnU-Net's ``_0000``, or an end such as
-            ``_seg``, may differ). Or the end of the names of label volumes in ``folder``: ``"-lesion"``. Default:
-            ``labelsTr``, and those beside the volumes whose names end in seg, dseg, segmentation, mask, msk, label or
-            gt. ``False``: these are left out.
-        spacing: Distances of voxels in millimetres, in the order of the axes, to resample NIfTI files to: volumes by
-            cubic splines to float32, label volumes by their nearest voxel. The first voxel stays in its place.
+        folder: Folder to read.
+        out: Folder to write, outside ``folder``.
+        labels: Folder with one label volume per volume, with the same name (nnU-Net's ``_0000``, or a suffix such as
+            ``_seg``, may differ); or the suffix of label volumes in ``folder``, such as ``"-lesion"``. Default:
+            ``labelsTr``, and files beside the volumes with the suffix seg, dseg, segmentation, mask, msk, label or gt.
+            ``False`` skips these.
+        spacing: Voxel spacing in millimeters, in the order of the axes, to resample NIfTI files to: volumes with cubic
+            splines to float32, label volumes by nearest voxel. The first voxel keeps its position.
         size: (height, width) in pixels to resize images to, or (depth, height, width) in voxels to crop or pad volumes
-            to about their centre, with their minimum, and label volumes with 0. Default: the sizes of the files.
-        mode: ``"RGB"`` or ``"L"`` (grey) for all images. Default: grey if all images are grey, else ``"RGB"``.
-        classes: Class names in the order of their labels. Default: the sorted subfolders. Pass those of the training
-            set if a class may be missing.
-        modalities: The ends of the names of files that are channels of one volume, in the order of the channels:
-            ``("-t1n", "-t2w")`` for BraTS. Other channels of these volumes are left out. Default: ``("_0000", ...)`` of
-            nnU-Net's ``dataset.json``, else each file is a volume.
-        compress: Whether blosc2 compresses volumes, in chunks that it chooses; or the size of the chunks, best that
-            of the patches.
-        num_workers: Number of processes that read.
-        skip_broken: Whether to skip what cannot be packed, as damaged files, links to nothing, and volumes without
+            to about their center; volumes are padded with their minimum, label volumes with 0. Default: the sizes of
+            the files.
+        mode: ``"RGB"`` or ``"L"`` (grayscale) for all images. Default: ``"L"`` if all images are gray, else ``"RGB"``.
+        classes: Class names in the order of their labels. Default: the sorted subfolders. Pass the classes of the
+            training set if some may be missing here.
+        modalities: Suffixes of the files that are channels of one volume, in the order of the channels: ``("-t1n",
+            "-t2w")`` for BraTS. Other channels of these volumes are skipped. Default: ``("_0000", ...)`` from nnU-Net's
+            ``dataset.json``; otherwise each file is a volume.
+        compress: Whether to compress volumes with blosc2, in chunks of a size that it chooses; or the chunk size,
+            ideally the patch size.
+        num_workers: Number of worker processes that read files.
+        skip_broken: Whether to skip what cannot be packed, such as damaged files, broken links and volumes without
             their label volume, and list it in ``<out>.broken.txt``.
-        overwrite: Whether to replace ``out`` if it holds a packed dataset and nothing else.
-        progress: Called with the number of finished samples and of all samples.
+        overwrite: Whether to replace ``out`` if it contains a packed dataset and nothing else.
+        progress: Called with the number of finished samples and the total.
 
     Returns:
-        The contents of ``packed.json``: ``arrays`` (names), ``classes`` (of nnU-Net's ``dataset.json`` where there are
-        label volumes), ``samples``, ``skipped`` (a number), ``foreground``, the name of the label volumes or ``None``,
-        and ``intensities``.
+        The contents of ``packed.json``: ``arrays`` (names), ``classes`` (from nnU-Net's ``dataset.json`` if there are
+            label volumes), ``samples``, ``skipped`` (a number), ``foreground``, the name of the label volumes or
+            ``None``, and ``intensities``.
 
     Raises:
-        FileExistsError: If ``out`` exists and ``overwrite`` is not set, or it holds something else.
-        FileNotFoundError: If ``folder`` is missing or has nothing to pack, or a label volume or modality is missing.
-        MissingExtraError: If Pillow is missing for images, nibabel for NIfTI files, or blosc2 for ``compress``.
-        OSError: If there is no room. What is written stays, and the next call goes on.
+        FileExistsError: If ``out`` exists without ``overwrite``, or contains anything else.
+        FileNotFoundError: If ``folder`` is missing or has nothing to pack, or a label volume or channel is missing.
+        MissingExtraError: If Pillow (images), nibabel (NIfTI files) or blosc2 (``compress``) is missing.
+        OSError: If the disk is full. The data so far stay, and the next call continues.
         TypeError: If a switch is not a bool, ``progress`` is not callable, or ``classes`` is not a sequence of names.
-        ValueError: If an argument does not fit the files, files differ in kind, two files could be the label volume or
-            channel of one volume, some files cannot be packed (the message names all of them; NaN and infinite voxels,
-            too, make a file one), or a subfolder is empty or not in ``classes``.
+        ValueError: If an argument does not match the files, files differ in kind, a label volume or channel is
+            ambiguous, some files cannot be packed (the message lists all of them, including those with NaN or infinite
+            voxels), or a subfolder is empty or not in ``classes``.
 
     Warns:
-        TurboWarning: If sform and qform of NIfTI files name other places. The sform is taken.
+        TurboWarning: If sform and qform of NIfTI files differ. The sform is used.
 
     Example:
         >>> import tempfile
@@ -114,7 +115,7 @@ def pack_folder(
         >>> pack_folder(root / "scans", root / "packed")["samples"]
         3
     """
-    # All arguments are compared with the names of the files before the first of them is read.
+    # All arguments are checked against the file names before any file is read.
     source = Path(folder)
     _check_folders(source, Path(out), labels)
     packing = Packing(Path(out), compress, num_workers, skip_broken, overwrite, progress)
@@ -138,7 +139,7 @@ def pack_folder(
 
 
 def _check_folders(source: Path, target: Path, labels: Labels) -> None:
-    """Refuse a missing source, and a target inside or around a folder that is read."""
+    """Raise an error if the source is missing, or the target is inside or around a folder that is read."""
     expect(source.is_dir(), "folder", str(source), "an existing folder", FileNotFoundError)
     there = target.resolve()
     for place in (source, *([] if labels is None or isinstance(labels, bool) else [Path(labels)])):
@@ -148,8 +149,8 @@ def _check_folders(source: Path, target: Path, labels: Labels) -> None:
 
 
 def _check_options(kind: str, options: dict[str, Any], labels: Labels) -> None:
-    """Refuse options of other kinds of files, and wrong values."""
-    expect(labels is not True, "labels", labels, "a folder, the end of names, None or False", TypeError)
+    """Raise an error for options that do not apply to this kind of files, and for invalid values."""
+    expect(labels is not True, "labels", labels, "a folder, a suffix, None or False", TypeError)
     images = kind == "images"
     named = None if labels is False else labels
     refused = ["labels", "modalities"] if images else ["mode"]
@@ -159,18 +160,18 @@ def _check_options(kind: str, options: dict[str, Any], labels: Labels) -> None:
     for name in refused:
         if given[name] is not None:
             kinds = f"{kind} and label volumes" if named else kind
-            raise ValueError(f"{name}={given[name]!r} does not go with {kinds}. Leave it out.")
+            raise ValueError(f"{name}={given[name]!r} does not apply to {kinds}. Leave it out.")
     _check_values(images, options)
 
 
 def _check_values(images: bool, options: dict[str, Any]) -> None:
-    """Refuse values that an option cannot have."""
+    """Raise an error for invalid values of options."""
     axes, lengths = (2, "(height, width) in pixels") if images else (3, "(depth, height, width) in voxels")
     what = {
         "size": f"{lengths}, each at least 1, or None",
-        "mode": "'RGB', 'L' (grey), or None",
-        "modalities": "the ends of names, such as ('_0000', '_0001'), each once, or None",
-        "spacing": "three distances in millimetres above 0, or None",
+        "mode": "'RGB', 'L' (grayscale), or None",
+        "modalities": "distinct suffixes such as ('_0000', '_0001'), or None",
+        "spacing": "three distances in millimeters above 0, or None",
     }
     valid = {
         "size": lambda size: is_size(size, axes),
@@ -187,7 +188,7 @@ def _is_spacing(value: Any) -> bool:
 
 
 def _stamp_of(path: Path) -> tuple[Any, ...]:
-    """Return what changes with a file; that of a link to nothing is read as a broken file."""
+    """Return values that change with a file; a broken link is read later, as a broken file."""
     try:
         return stamp_of(path)
     except OSError as error:
@@ -195,7 +196,7 @@ def _stamp_of(path: Path) -> tuple[Any, ...]:
 
 
 class _Files:
-    """The samples of a folder: each read from its files when it is asked for."""
+    """The samples of a folder, each read from its files on access."""
 
     def __init__(self, source: Path, layout: Layout, read: Callable[..., Row]) -> None:
         self.source = source
@@ -216,7 +217,7 @@ class _Files:
         return next(path for path in self.layout.volumes[index] if path is not None)
 
     def name_of(self, index: int) -> str:
-        """Return what an error message calls a sample."""
+        """Return the name of a sample for error messages."""
         return repr(str(self._first(index)))
 
 
@@ -226,7 +227,7 @@ def _find_mode(files: list[Path], mode: str | None) -> str:
 
 
 def _is_grey(path: Path) -> bool:
-    """Return whether an image is grey, by its header; a broken one, which is reported later, may be."""
+    """Return whether an image is gray according to its header; a broken one, reported later, counts as gray."""
     from PIL import Image
 
     with contextlib.suppress(Exception), Image.open(path) as image:  # Pillow raises many kinds of errors
@@ -248,9 +249,9 @@ def _read_image(paths: Sequence[Path], mask: None, *, mode: str, size: Sequence[
 
 
 def _check_pixels(image: Any) -> None:
-    """Refuse pixels that Pillow would clip or truncate to 8 bits, and images of several pages."""
-    stored = re.search(r"\w+;16[BLN]", str(getattr(image, "tile", "")))  # how Pillow decodes 16-bit colours
+    """Raise an error for pixels that Pillow would clip or truncate to 8 bits, and for images with several pages."""
+    stored = re.search(r"\w+;16[BLN]", str(getattr(image, "tile", "")))  # how Pillow decodes 16-bit colors
     kind = stored[0] if stored else image.mode
-    expect(not stored and image.mode[0] not in "IF", "pixels", kind, "8 bits per channel; save more as .npy files")
+    expect(not stored and image.mode[0] not in "IF", "pixels", kind, "8 bits per channel; save others as .npy files")
     pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
     expect(pages == 1, "pages", pages, "1; save volumes as .npy files")

@@ -1,4 +1,4 @@
-"""``PackedDataset``: read samples, or whole batches, from memory-mapped arrays."""
+"""``PackedDataset``: reads samples or whole batches from memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -23,40 +23,39 @@ __all__ = ["PackedDataset", "open_fields"]
 
 
 class PackedDataset(Dataset[Any]):
-    """Read samples, or faster whole batches, from arrays of equal length.
+    """Read samples, or whole batches at once, from arrays of equal length.
 
     ``.npy`` files are memory-mapped: the system reads only the rows that are needed, and all processes of a machine
     share them. The arrays of an ``.npz`` file are loaded into memory.
 
-    With ``collate_fn=PackedDataset.collate`` a loader copies each batch at once. Without it, the batches are the same
-    but collated from single samples. The rows of a packed folder may differ in shape, or be strings; such samples are
-    read one by one, and their dtype is one that holds the dtypes of all rows.
+    With ``collate_fn=PackedDataset.collate``, a loader copies each batch at once. Without it, the batches are equal but
+    collated from single samples. The rows of a packed folder may differ in shape or be strings; such samples are read
+    one at a time, with a dtype that can hold those of all rows.
 
     Args:
         source: A folder written by ``pack`` or ``pack_folder``, an ``.npz`` or ``.npy`` file, an array, or a mapping
             from names to ``.npy`` files and arrays.
-        keys: Names of the arrays of a sample, in this order. Default: all arrays, or what was packed, except
+        keys: Names of the arrays in a sample, in this order. Default: all arrays, or everything that was packed, except
             ``affine``, ``spacing`` and ``files``. For MedMNIST ``("train_images", "train_labels")``. A mapping makes
             samples dictionaries: ``{"image": "volumes", "label": "labels"}``.
-        transform: Called on each batch: a tensor, a tuple or a dictionary of tensors (batch, ...). For a single sample
+        transform: Called on each batch: a tensor, or a tuple or dictionary of tensors (batch, ...). For a single sample
             the batch size is 1. It may return a tensor, or a sequence or mapping of tensors, with one row per sample.
-            Rows must have one shape.
+            Requires rows of one shape.
         sample_transform: Called on each sample after ``transform``, for transforms such as MONAI's dictionary
-            transforms. ``PackedDataset.collate`` then collates the samples as ``default_collate`` does. With sample
-            seeds, its random numbers belong to the sample.
+            transforms. ``PackedDataset.collate`` then collates the samples like ``default_collate``. With sample seeds,
+            its random numbers are tied to the sample.
 
     Attributes:
-        classes: Class names of a packed folder, in the order of their labels, else empty.
-        intensities: Statistics of the foreground of a folder that was packed with label volumes, for
-            ``augment.NormalizeIntensity``: for each field of volumes and each channel mean, std and percentiles.
+        classes: Class names of a packed folder in the order of their labels, otherwise empty.
+        intensities: Foreground statistics of a folder that was packed with label volumes, for
+            ``augment.NormalizeIntensity``: mean, std and percentiles per volume field and channel.
 
     Raises:
         FileNotFoundError: If a file or folder is missing.
-        KeyError: If an array of ``keys`` is missing.
-        TypeError: If torch has no dtype for an array, or an argument has a wrong type.
+        KeyError: If an array in ``keys`` is missing.
+        TypeError: If torch has no dtype for an array, or an argument has the wrong type.
         MissingExtraError: If blosc2 is missing for a compressed folder.
-        ValueError: If the arrays differ in length, or one has no rows, or ``transform`` is set and rows differ in
-            shape.
+        ValueError: If the arrays differ in length or have no rows, or ``transform`` is set and rows differ in shape.
 
     Example:
         >>> data = PackedDataset({"x": np.arange(6).reshape(3, 2), "y": np.array([0, 1, 0])})
@@ -95,14 +94,14 @@ class PackedDataset(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at ``indices``, read at once if rows have one shape."""
+        """Return the samples at ``indices``, read at once if all rows have one shape."""
         if not self._alike:
             return [self._finish(index, self._read(index)) for index in indices]
         batch = self.batch(indices)
         if self.sample_transform is not None:
             samples = split_batch(batch, len(indices))
             return [self._finish(index, sample) for index, sample in zip(indices, samples, strict=True)]
-        # For ``collate``, which returns the batch as it is instead of copying every row a second time.
+        # For ``collate``, which returns the batch itself instead of copying every row again.
         return WholeBatch.split(batch, len(indices))
 
     def _finish(self, index: int, sample: Any) -> Any:
@@ -114,7 +113,7 @@ class PackedDataset(Dataset[Any]):
         return build(self._template, {k: v if isinstance(v, str) else torch.from_numpy(v) for k, v in parts.items()})
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """Return the batch at ``indices``: a tensor, or a tuple or dictionary of one for each array.
+        """Return the batch at ``indices``: a tensor, or a tuple or dictionary with a tensor per array.
 
         Raises:
             IndexError: If an index is out of range.
@@ -122,12 +121,12 @@ class PackedDataset(Dataset[Any]):
             ValueError: If rows differ in shape, are compressed, or are strings.
         """
         rows = np.asarray(indices)
-        expect(rows.dtype.kind != "b", "indices", indices, "integers, as np.flatnonzero(mask) returns", TypeError)
-        if not self._alike:  # before the words are made: the text of a mapping of arrays takes longer than a batch
+        expect(rows.dtype.kind != "b", "indices", indices, "integers such as np.flatnonzero(mask)", TypeError)
+        if not self._alike:  # tested first: formatting the message takes longer than reading a batch
             raise ValueError(
                 f"source: expected rows of one shape; {UNLIKE}, read one by one: dataset[0], got {str(self._source)!r}."
             )
-        # Many scans are stored in another byte order than this machine's, which torch does not know.
+        # Many scans are stored in a byte order that is not the machine's, which torch does not support.
         arrays: dict[str, Any] = self.arrays
         taken = {name: np.take(array, rows, axis=0) for name, array in arrays.items()}
         parts = {name: torch.from_numpy(_native(part)) for name, part in taken.items()}
@@ -136,13 +135,13 @@ class PackedDataset(Dataset[Any]):
 
     @staticmethod
     def collate(samples: list[Any]) -> Any:
-        """Return the batch that ``__getitems__`` split into samples; collate others and changed ones as by default."""
+        """Return the batch that ``__getitems__`` split into samples; collate any other samples as by default."""
         batch = WholeBatch.of(samples)
         return default_collate(samples) if batch is None else batch
 
     @property
     def arrays(self) -> dict[str, np.ndarray | Rows]:
-        """The arrays by name; rows that differ in shape are read by their number too."""
+        """The arrays by name; those with rows of several shapes are also indexed by row."""
         if self._arrays is None:
             _, _, self._arrays = open_fields(self._source, self._keys)
         return self._arrays
@@ -152,7 +151,7 @@ class PackedDataset(Dataset[Any]):
 
 
 FIRST = "Pack first: lightning-turbo pack FOLDER OUT, or pack(dataset, OUT)."
-UNLIKE = "the rows differ in shape, are compressed, or hold strings"
+UNLIKE = "the rows differ in shape, are compressed or are strings"
 
 
 def _native(array: np.ndarray) -> np.ndarray:
@@ -160,12 +159,12 @@ def _native(array: np.ndarray) -> np.ndarray:
 
 
 def open_fields(source: Any, keys: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """Return the description of a source, the structure of a sample, and the arrays that it names."""
+    """Return the description of a source, the structure of a sample, and the arrays that it refers to."""
     contents, found = _open_source(source)
     if keys is None and "arrays" in contents:
         template = from_json(contents["arrays"])
     else:
-        # One array alone is the sample; a sample of one part is what was packed so.
+        # A single array is the sample itself; a packed sample with one part is not unpacked.
         chosen = list(found) if keys is None else keys
         template = dict(chosen) if isinstance(chosen, Mapping) else tuple(chosen)
         if isinstance(template, tuple) and len(template) == 1:
@@ -197,7 +196,7 @@ def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
         there = f"a folder without {CONTENTS}" if path.is_dir() else "which does not exist"
         unfinished, begun = path.absolute().with_name(f"{path.absolute().name}.partial"), ""
         if unfinished.is_dir():
-            begun = f" Packing it was begun, and is not finished: {str(unfinished)!r}. The same call goes on there."
+            begun = f" Packing was interrupted: {str(unfinished)!r}. The same call continues there."
         raise FileNotFoundError(
             f"source: expected a packed folder, or an .npz or .npy file, got {str(path)!r}, {there}.{begun} {FIRST}"
         )

@@ -1,4 +1,4 @@
-"""``pack``: write the samples of any dataset into a folder for ``PackedDataset``, whole or not at all."""
+"""``pack``: writes the samples of any dataset into a folder for ``PackedDataset``, completely or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["CONTENTS", "Packing", "Progress", "digest_of", "digest_of_sample", "
 
 CONTENTS = "packed.json"
 JOURNAL = "journal"
-PLACES = 10_000  # of foreground, kept for each class of a sample
+PLACES = 10_000  # foreground positions to store per class of a sample
 
 Progress = Callable[[int, int], Any]
 
@@ -49,42 +49,42 @@ def pack(
 ) -> dict[str, Any]:
     """Pack the samples of any dataset, of one shape or of many, for ``PackedDataset`` and ``PatchDataset``.
 
-    A sample is a tensor, an array, a number, a string, or dictionaries, lists and tuples of these, each sample with
-    the same structure. Its parts become fields: the keys of a dictionary, ``0``, ``1``, ... of a list or tuple, joined
-    by dots where one lies in another; ``data`` if a sample has no parts. ``PackedDataset`` returns the structure again:
-    lists, tuples and dictionaries with their keys, and tensors and strings in them. Random transforms belong behind it,
-    as its ``sample_transform``. The affine of MONAI's tensors becomes the field ``<name>.affine``, which is read if
+    A sample is a tensor, an array, a number, a string, or dictionaries, lists and tuples of these; all samples have the
+    same structure. Its parts become fields, named by the keys of a dictionary or ``0``, ``1``, ... for a list or tuple,
+    joined with dots if nested; a sample without parts becomes ``data``. ``PackedDataset`` returns the same structure of
+    lists, tuples and dictionaries, with tensors and strings in it. Put random transforms behind it, as its
+    ``sample_transform``. The affine of MONAI's tensors becomes the field ``<name>.affine``, which is only read if
     ``keys`` names it.
 
-    The folder ``out`` appears when everything is in it. What is written before stands in ``<out>.partial``; if packing
-    is interrupted, the next call goes on there, if the dataset has as many samples and the first one is the same.
+    The folder ``out`` appears once everything is in it. Until then the data are in ``<out>.partial``; after an
+    interruption, the next call continues there if the dataset has the same length and the same first sample.
 
     Args:
         dataset: Has ``__getitem__`` and ``__len__``.
         out: Folder to write.
-        foreground: Name of the field with label volumes, one channel at most. The places of up to 10,000 voxels of each
-            class above 0 are stored for ``PatchDataset(foreground=)``, and 10,000 intensities of the foreground of each
-            scan for ``intensities``.
-        compress: Whether blosc2 compresses arrays of 64 KiB and more, in chunks that it chooses; or the size of the
-            chunks in the last axes, best that of the patches.
-        num_workers: Number of processes that load samples.
+        foreground: Name of the field with label volumes, which have at most one channel. The positions of up to 10,000
+            voxels of each class above 0 are stored for ``PatchDataset(foreground=)``, and 10,000 foreground intensities
+            per scan for ``intensities``.
+        compress: Whether to compress arrays of 64 KiB and more with blosc2, in chunks of a size that it chooses; or the
+            chunk size along the last axes, ideally the patch size.
+        num_workers: Number of worker processes that load samples.
         skip_broken: Whether to skip samples that raise an error and list them in ``<out>.broken.txt``.
         overwrite: Whether to replace ``out`` if it holds a packed dataset and nothing else.
-        progress: Called with the number of finished samples and of all samples.
+        progress: Called with the number of finished samples and the total.
 
     Returns:
-        The contents of ``packed.json``: ``arrays`` (names in the structure of a sample, as JSON keeps it), ``samples``,
-        ``skipped`` (a number), ``classes`` (those of the dataset, if it has any), ``foreground``, and
-        ``intensities`` of its foreground: for each field of volumes and each channel ``mean``, ``std``, ``min``,
-        ``percentile_00_5``, ``median``, ``percentile_99_5`` and ``max``, each scan weighing the same.
+        The contents of ``packed.json``: ``arrays`` (names in the structure of a sample, as JSON), ``samples``,
+            ``skipped`` (a number), ``classes`` (of the dataset, if any), ``foreground``, and the foreground
+            ``intensities``: for each volume field and channel ``mean``, ``std``, ``min``, ``percentile_00_5``,
+            ``median``, ``percentile_99_5`` and ``max``, with equal weight for each scan.
 
     Raises:
-        FileExistsError: If ``out`` exists and ``overwrite`` is not set, or it holds something else.
-        KeyError: If no field is named ``foreground``.
+        FileExistsError: If ``out`` exists without ``overwrite``, or contains anything else.
+        KeyError: If there is no field named ``foreground``.
         MissingExtraError: If blosc2 is missing for ``compress``.
-        OSError: If there is no room. What is written stays, and the next call goes on.
-        TypeError: If a sample holds something else, or an argument has a wrong type.
-        ValueError: If the dataset is empty, samples differ in structure, or two parts of one have the same name.
+        OSError: If the disk is full. The data so far stay, and the next call continues.
+        TypeError: If a sample contains other types, or an argument has the wrong type.
+        ValueError: If the dataset is empty, samples differ in structure, or two parts have the same name.
 
     Example:
         >>> import tempfile
@@ -99,7 +99,7 @@ def pack(
 
 
 class Packing:
-    """How samples are written into a folder: the arguments that ``pack`` and ``pack_folder`` share."""
+    """Writes samples into a folder: the arguments and steps that ``pack`` and ``pack_folder`` share."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class Packing:
         self._check_target()
 
     def _check_target(self) -> None:
-        """Refuse a folder that exists, unless it may be replaced, or is welcome as it is."""
-        what = "a folder that does not exist, or with overwrite=True (--overwrite) one that holds only a packed dataset"
+        """Raise an error if the folder exists, unless it may be replaced or ``exist_ok`` is set."""
+        what = "a new folder, or with overwrite=True (--overwrite) one that contains only a packed dataset"
         replaceable = not self.target.exists() or (self.overwrite and _is_packed(self.target))
         expect(replaceable or self.exist_ok, "out", str(self.target), what, FileExistsError)
 
@@ -148,23 +148,24 @@ class Packing:
 
         Args:
             dataset: Has ``__getitem__``, ``__len__``, and perhaps ``name_of(index)`` for messages.
-            key: What the samples follow from. Only files with the same key are continued. ``None``: the first sample.
-            contents: Further entries of ``packed.json``.
-            catch: Whether errors of the dataset are collected.
-            beside: Fields that are no part of a sample unless they are asked for.
+            key: Identifies the samples. Only files with the same key are continued. ``None``: a digest of the first
+                sample.
+            contents: Additional entries of ``packed.json``.
+            catch: Whether to collect errors of the dataset.
+            beside: Fields that belong to a sample only on request.
         """
         encoder = _Encoder(dataset, contents["foreground"], catch)
         first = encoder.begin(self.compress)
         key = digest_of(key or first, len(dataset), self.compress, contents["foreground"])
         with _unfinished_folder(self.target, key) as (folder, journal):
-            if self.target.exists() and not self.overwrite:  # another process finished it meanwhile
+            if self.target.exists() and not self.overwrite:  # another process has finished it
                 shutil.rmtree(folder)
-                # An error for ``pack``; a cache takes what the other process wrote.
+                # An error for ``pack``; a cache uses what the other process wrote.
                 self._check_target()
                 return json.loads((self.target / CONTENTS).read_text())
             with contextlib.closing(RowWriter(folder, journal)) as writer:
                 repaired = any(not isinstance(encoder[index], str) for index in writer.broken)
-            if repaired:  # the place of a sample that an earlier call could not load is taken
+            if repaired:  # rows are in order, so a sample that failed before has no room
                 _begin_journal(folder, journal, key)
             with contextlib.closing(RowWriter(folder, journal)) as writer:
                 self._append_all(writer, encoder)
@@ -174,14 +175,14 @@ class Packing:
             arrays = encoder.template
             if beside:
                 arrays = tuple(name for name in arrays if name not in beside)
-                # One field alone is the sample.
+                # A single field is the sample itself.
                 arrays = arrays[0] if len(arrays) == 1 else arrays
             contents = {"arrays": to_json(arrays), **contents, "samples": writer.count, "skipped": len(writer.broken)}
             contents["intensities"] = describe_intensities(folder)
             (folder / CONTENTS).write_text(json.dumps(contents, indent=1))
-            # Without its journal the folder holds what a packed dataset holds. After a kill before the rename, the next
-            # call begins again from the first sample.
-            journal.close()  # on Windows a file that is open stays
+            # Without its journal, the folder contains exactly a packed dataset. After a kill before the rename, the
+            # next call starts again from the first sample.
+            journal.close()  # Windows does not delete an open file
             (folder / JOURNAL).unlink()
             if self.target.exists():
                 shutil.rmtree(self.target)
@@ -189,8 +190,8 @@ class Packing:
         return contents
 
     def _append_all(self, writer: RowWriter, encoder: _Encoder) -> None:
-        """Load and write what is not written yet."""
-        # A generator of its own: the loader would draw its seed from the global one, whose numbers are the user's.
+        """Load and write the remaining samples."""
+        # With its own generator, because the loader would draw its seed from the user's global one.
         total = len(encoder)
         left = range(writer.done, len(encoder))
         loader = DataLoader(
@@ -202,23 +203,23 @@ class Packing:
             try:
                 writer.append(loaded if isinstance(loaded, str) else encoder.check(loaded, writer.done))
             except OSError as error:
-                with contextlib.suppress(OSError):  # the rest of the row, which found no room
+                with contextlib.suppress(OSError):  # flushing the rest of the row fails again
                     writer.close()
                 raise OSError(
                     error.errno,
                     f"{error.strerror} after {writer.done} of {total} samples. They stay in {str(writer.folder)!r}; "
-                    "make room and pack again, which goes on there, or remove it",
+                    "free some space and pack again, which continues there, or remove the folder",
                 ) from error
             if self.progress is not None:
                 self.progress(writer.done, total)
 
     def _report(self, writer: RowWriter) -> None:
-        """Write the list of what was left out beside the folder, or raise an error that names all of it."""
+        """Write the list of skipped samples beside the folder, or raise an error that lists all broken ones."""
         lines = "".join(f"{line}\n" for line in writer.broken.values())
         if self.skip_broken and writer.count and lines:
             self.target.with_name(f"{self.target.name}.broken.txt").write_text(lines)
         elif lines:
-            kept = f" The others stay in {str(writer.folder)!r}, where that call goes on." if writer.count else ""
+            kept = f" The others stay in {str(writer.folder)!r}, where the next call continues." if writer.count else ""
             raise _BrokenSamplesError(
                 f"{len(writer.broken)} of {writer.done} samples cannot be packed:\n{lines}"
                 f"Repair or remove them, or skip them with skip_broken=True (--skip-broken).{kept}",
@@ -227,7 +228,7 @@ class Packing:
 
 
 class _BrokenSamplesError(ValueError):
-    """Some samples cannot be packed; ``keep`` says whether the others stay for a call that skips these."""
+    """Some samples cannot be packed; ``keep`` says whether the others stay for a call that skips the broken ones."""
 
     def __init__(self, message: str, *, keep: bool) -> None:
         super().__init__(message)
@@ -235,7 +236,7 @@ class _BrokenSamplesError(ValueError):
 
 
 class _Encoder(Dataset[Any]):
-    """A dataset of the samples of another one, as they are written: their structure, and the rows of their fields."""
+    """A dataset of encoded samples: the structure of each, and the encoded rows of its fields."""
 
     def __init__(self, dataset: Any, foreground: str | None, catch: bool) -> None:
         self.dataset = dataset
@@ -248,7 +249,7 @@ class _Encoder(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, dict[str, Encoded]] | str:
-        """Return the structure and the rows of a sample, or what is wrong with it."""
+        """Return the structure and rows of a sample, or a description of what is wrong with it."""
         name_of = getattr(self.dataset, "name_of", "sample {}".format)
         try:
             fields: dict[str, Any] = {}
@@ -263,21 +264,21 @@ class _Encoder(Dataset[Any]):
             return f"{name_of(index)}: {error}"
 
     def begin(self, compress: bool | Sequence[int]) -> str:
-        """Take the structure from the first sample that can be loaded, and return a digest of its rows."""
+        """Read the structure from the first sample that can be loaded, and return a digest of its rows."""
         good = (sample for sample in map(self.__getitem__, range(len(self))) if not isinstance(sample, str))
         self.template, rows = next(good, (None, {}))
-        self.compress = compress  # whose bytes may be others for the same sample
+        self.compress = compress  # set afterwards: compressed bytes may differ for the same sample
         return _digest_of_rows(rows)
 
     def check(self, loaded: tuple[Any, dict[str, Encoded]], index: int) -> dict[str, Encoded]:
-        """Return the rows of a sample that has the structure of the first one."""
+        """Return the rows of a sample after comparing its structure with the first one's."""
         template, rows = loaded
         expect(template == self.template, f"sample {index}", template, f"the structure {self.template!r} of the first")
         return rows
 
 
 def digest_of_sample(dataset: Any, index: int) -> str:
-    """Return a digest of a sample as it is written."""
+    """Return a digest of a sample in its encoded form."""
     fields: dict[str, Any] = {}
     _flatten(dataset[index], "", fields)
     return _digest_of_rows({name: encode_row(value) for name, value in fields.items()})
@@ -292,7 +293,7 @@ def _same(sample: Any) -> Any:
 
 
 def _end_with_parent(worker: int) -> None:
-    """End a worker process once the one that packs is gone; torch's waits until somebody reads what it has loaded."""
+    """End a worker process when its parent is gone; torch's workers wait until their data are read."""
 
     def wait() -> None:
         parent.join()
@@ -303,7 +304,7 @@ def _end_with_parent(worker: int) -> None:
 
 
 def _flatten(value: Any, name: str, fields: dict[str, Any]) -> Any:
-    """Put the parts of a sample into ``fields``, and return its structure with their names in it."""
+    """Add the parts of a sample to ``fields``, and return its structure with their names."""
     prefix = name and f"{name}."
     if isinstance(value, Mapping):
         keys = all(isinstance(key, (str, int, float)) for key in value)
@@ -317,9 +318,9 @@ def _flatten(value: Any, name: str, fields: dict[str, Any]) -> Any:
 
 
 def _as_fields(name: str, value: Any) -> dict[str, Any]:
-    """Return a part of a sample as a field, and the affine of a tensor of MONAI's as another one."""
+    """Return a part of a sample as a field, plus another one for the affine of a MONAI tensor."""
     valid = not set(name) & set("/\\\0") and not name.startswith(".")
-    expect(valid, "name", name, "a name of a field that a file can have")
+    expect(valid, "name", name, "a field name that is a valid file name")
     found = {name: _as_row(name, value)}
     affine = getattr(value, "affine", None) if isinstance(value, torch.Tensor) else None
     if affine is not None:
@@ -328,14 +329,14 @@ def _as_fields(name: str, value: Any) -> dict[str, Any]:
 
 
 def _add_fields(fields: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Put further fields beside others; refuse a second one of a name, as of the keys 1 and "1"."""
+    """Add fields; raise an error for a duplicate name, for example from the keys 1 and "1"."""
     twice = sorted(set(fields) & set(found))
-    expect(not twice, "sample", f"two parts called {twice}", "one part for each name of a field; rename one")
+    expect(not twice, "sample", f"two parts called {twice}", "one part per field name; rename one")
     fields |= found
 
 
 def _as_row(name: str, value: Any) -> np.ndarray | str:
-    """Return a part of a sample as an array, or as the string that it is."""
+    """Return a part of a sample as an array or a string."""
     if isinstance(value, str):
         return value
     what = "a tensor, an array, a number or a string, in dictionaries, lists or tuples"
@@ -348,7 +349,7 @@ def _as_row(name: str, value: Any) -> np.ndarray | str:
 
 
 def _find_foreground(name: str, fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the classes of a label volume with their numbers of places, some places of each class, and intensities."""
+    """Return the classes of a label volume with numbers of positions, some positions per class, and intensities."""
     expect(name in fields, "foreground", name, f"one of {list(fields)}", KeyError)
     label = fields[name]
     inside = np.flatnonzero(label > 0)
@@ -366,7 +367,7 @@ def _find_foreground(name: str, fields: Mapping[str, Any]) -> dict[str, np.ndarr
 
 
 def _is_packed(folder: Path) -> bool:
-    """Return whether a folder is empty or holds a packed dataset and nothing else."""
+    """Return whether a folder is empty or contains a packed dataset and nothing else."""
     found = list(folder.glob("*"))
     others = [path.name for path in found if path.is_dir() or path.suffix not in (".npy", ".index")]
     return folder.is_dir() and (not found or others == [CONTENTS])
@@ -374,9 +375,9 @@ def _is_packed(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _unfinished_folder(target: Path, key: str) -> Iterator[tuple[Path, Any]]:
-    """Yield the folder beside ``target`` in which it is written, and its journal, when no other process writes there.
+    """Yield the partial folder beside ``target`` and its journal, while no other process writes there.
 
-    An earlier call that was interrupted left both. They stay when this one is interrupted or finds no room.
+    An interrupted call leaves both, for the next one to continue; so does a full disk.
     """
     folder = target.with_name(target.name + ".partial")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -389,16 +390,16 @@ def _unfinished_folder(target: Path, key: str) -> Iterator[tuple[Path, Any]]:
             try:
                 yield folder, journal
             except Exception as error:
-                # The dataset's errors end with another dataset; a worker process that was killed is as an interruption.
+                # After an error of the dataset, the dataset changes. A killed worker process counts as an interruption.
                 keep = isinstance(error, OSError) or str(error).startswith("DataLoader worker")
                 if not getattr(error, "keep", keep):
-                    journal.close()  # on Windows a file that is open stays
+                    journal.close()  # Windows does not delete an open file
                     shutil.rmtree(folder)
                 raise
 
 
 def _begin_journal(folder: Path, journal: Any, key: str) -> None:
-    """Remove what an earlier call wrote, and write the first line of the journal."""
+    """Remove the data of an earlier call, and write the first line of the journal."""
     for path in folder.iterdir():
         if path.name != JOURNAL:
             path.unlink()
@@ -409,26 +410,26 @@ def _begin_journal(folder: Path, journal: Any, key: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made, and removed in the end.
+    """Hold a lock file, which is created first and removed at the end.
 
-    It lies beside what is written: a folder that is renamed or removed could get another file from who waits.
+    It is beside the folder, not in it: waiting processes would hold a lock in a folder that was renamed or removed.
     """
     try:
         import fcntl
-    except ImportError:  # Windows: there one process packs at a time
+    except ImportError:  # on Windows only one process may pack at a time
         yield
         return
     while True:
         with path.open("a") as file:
             try:
-                # Of the process alone: with flock(2) worker processes that outlive a killed one would hold its lock.
+                # A lock per process: with flock(2), worker processes that outlive a killed parent would hold its lock.
                 fcntl.lockf(file, fcntl.LOCK_EX)
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
-                what = "The file system of %r has no locks. Let one process pack, and the others begin when it is done."
+                what = "The file system of %r has no locks. Let one process pack, and start the others when it is done."
                 warnings.warn(what % file.name, TurboWarning, stacklevel=2)
-            # The process that held the lock has removed the file since, and another one may have made it again.
+            # The previous holder has removed the file, and another process may have created it again.
             try:
                 found = path.stat()
             except FileNotFoundError:
@@ -442,11 +443,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def stamp_of(path: Path) -> tuple[str, int, int]:
-    """Return what changes with a file: its path, size and time of writing."""
+    """Return values that change with a file: path, size and modification time."""
     found = path.stat()
     return str(path), found.st_size, found.st_mtime_ns
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a digest of values whose ``repr`` says all of them."""
+    """Return a digest of values whose ``repr`` describes them fully."""
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()

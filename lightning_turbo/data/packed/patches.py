@@ -1,4 +1,4 @@
-"""``PatchDataset``: random patches of packed volumes, of which only the patch is read."""
+"""``PatchDataset``: random patches of packed volumes; only the patch is read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lightning_turbo.data.sample_seeds import seed_sample
 
 __all__ = ["PatchDataset"]
 
-ANY = 0  # for the share of foreground of whatever class
+ANY = 0  # key for the share of foreground of any class
 
 
 class Place(NamedTuple):
-    """Where a patch lies: the row of its scan, and its first voxel in it, which is negative in the padding."""
+    """The position of a patch: the row of its scan, and the first voxel, which is negative inside the padding."""
 
     scan: int
     start: tuple[int, ...]
@@ -35,38 +35,39 @@ class Place(NamedTuple):
 class PatchDataset(Dataset[Any]):
     """Random patches of the volumes of a packed folder, which may differ in size.
 
-    The files are memory-mapped, and only the patch is read. Sample ``n`` is a patch of the scan ``n // per_scan``; with
-    a sampler that shuffles, the patches of all scans come in random order, and a distributed sampler deals patches,
-    not scans, out to the ranks. Volumes get their channel axis first, one channel where they have none.
+    The files are memory-mapped, and only the patch is read. Sample ``n`` is a patch of scan ``n // per_scan``. With a
+    shuffling sampler, the patches of all scans come in random order; a distributed sampler splits patches, not scans,
+    among the ranks. Volumes are returned with a leading channel axis, even if they have only one channel.
 
-    Where a patch lies is drawn from torch's global RNG. With sample seeds (``seed_samples``, ``sample_seeds=``) it
-    follows from (seed, epoch, index) alone: the same patches with any number of workers and ranks, and after a restart.
+    The position of a patch is drawn from torch's global RNG. With sample seeds (``seed_samples``, ``sample_seeds=``) it
+    is a function of (seed, epoch, index): the patches are the same with any number of workers and ranks, and after a
+    restart.
 
     Args:
         source: A folder written by ``pack_folder`` or ``pack``.
         patch: Size of a patch in voxels (or pixels), without channels.
-        per_scan: Number of patches of each scan in an epoch.
-        foreground: Share of the patches with a voxel of foreground in their centre, if the border allows, from 0 to 1:
-            of a class of the scan, each as likely, then of one of its places. Or a share for each class:
-            ``{1: 0.2, 2: 0.4}``. A scan without the class gives any patch. Needs the places that
-            ``pack_folder(labels=)`` or ``pack(foreground=)`` store.
-        pad: What fills a patch where a scan is smaller than it: a number, and 0 for the label volumes that packing
-            named; or a number for each field that is cut. ``None``: an error.
-        keys: Names of fields, as those of ``PackedDataset``. Fields with the axes of the patch are cut; an affine is
-            that of the patch; others come whole.
-        scans: The rows of the scans to take, as for training and validation. Default: all.
-        transform: Called on each sample, as MONAI's and TorchIO's transforms are.
+        per_scan: Number of patches per scan and epoch.
+        foreground: Fraction of the patches, from 0 to 1, whose center is a foreground voxel, as far as the border
+            allows. A class of the scan is drawn uniformly, then one of its positions. Or a fraction per class: ``{1:
+            0.2, 2: 0.4}``. A scan without the class yields any patch. Requires the positions stored by
+            ``pack_folder(labels=)`` or ``pack(foreground=)``.
+        pad: Fill value where a scan is smaller than the patch: one number, with 0 for the label volumes that were named
+            at packing, or a number per field that is cut. ``None``: an error.
+        keys: Names of fields, as in ``PackedDataset``. Fields with the axes of the patch are cut; an affine becomes
+            that of the patch; others are returned whole.
+        scans: Rows of the scans to use, for example for training or validation. Default: all.
+        transform: Called on each sample, for example a transform of MONAI or TorchIO.
 
     Attributes:
-        intensities: Statistics of the foreground, as those of ``PackedDataset``; of all scans that were packed.
+        intensities: Foreground statistics, as in ``PackedDataset``, over all packed scans.
 
     Raises:
         FileNotFoundError: If the folder is missing.
-        KeyError: If a field of ``keys`` is missing.
-        TypeError: If an argument has a wrong type.
-        ValueError: If a scan is smaller than ``patch`` without ``pad``, has another number of axes or channels, or
-            fields that differ in shape (the message names its file); if places of foreground or a class are missing, or
-            an argument is out of range.
+        KeyError: If a field in ``keys`` is missing.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a scan is smaller than ``patch`` without ``pad``, differs in its number of axes or channels, or
+            has fields of different shapes (the message names its file); if foreground positions or a class are missing;
+            or if an argument is out of range.
 
     Example:
         >>> import tempfile
@@ -104,7 +105,7 @@ class PatchDataset(Dataset[Any]):
         self._source = source
         self._keys = keys
         self._opened: _Volumes | None = _Volumes(source, keys, len(self.patch))
-        # All scans are looked at now: in the middle of an epoch an error would end hours of training.
+        # All scans are checked now, because an error inside an epoch would end hours of training.
         self.scans = _rows_of(scans, len(self._opened))
         self._opened.check(self.scans, None if pad is not None else self.patch)
         self.pad = self._opened.fills(pad)
@@ -132,7 +133,7 @@ class PatchDataset(Dataset[Any]):
         return sample if self.transform is None else self.transform(sample)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the patches at ``indices``, read into one batch if no transform has to see them one by one."""
+        """Return the patches at ``indices``, read into one batch unless a transform needs single samples."""
         volumes = self._volumes
         if self.transform is not None or not volumes.batched:
             return [self[index] for index in indices]
@@ -143,7 +144,7 @@ class PatchDataset(Dataset[Any]):
     collate = staticmethod(PackedDataset.collate)
 
     def _draw(self, index: int) -> Place:
-        """Draw the place of a patch. Each takes the same number of draws, whatever they decide."""
+        """Draw the position of a patch. Every call makes the same number of draws."""
         seed_sample(index)
         scan = self.scans[range(len(self))[index] // self.per_scan]
         chance, which, where, *free = torch.rand(3 + len(self.patch), dtype=torch.float64).tolist()
@@ -153,19 +154,19 @@ class PatchDataset(Dataset[Any]):
         for axis, (length, size) in enumerate(zip(lengths, self.patch, strict=True)):
             room = length - size
             if room < 0:
-                start.append(-(-room // 2))  # the scan lies in the middle of the padding
+                start.append(-(-room // 2))  # center the scan in the padding
             elif centre is None:
                 start.append(int(free[axis] * (room + 1)))
             else:
-                # Near the border of the scan the place is not in the middle of its patch.
+                # Near the border of the scan, the position is off the center of the patch.
                 start.append(min(max(centre[axis] - size // 2, 0), room))
         return Place(scan, tuple(start))
 
     def _read(self, name: str, places: Sequence[Place]) -> Any:
-        """Return the patches of a field, or its rows where it is not cut, stacked if they are alike."""
+        """Return the patches of a field, or its rows if it is not cut, stacked if their shapes agree."""
         volumes = self._volumes
         if name in volumes.cut:
-            # Read straight into the batch, in the byte order of this machine, as torch has no other.
+            # Read straight into the batch, in the machine's byte order, because torch supports no other.
             shape = (len(places), volumes.channels[name], *self.patch)
             batch = np.empty(shape, dtype=volumes.arrays[name].dtype.newbyteorder("="))
             for patch, place in zip(batch, places, strict=True):
@@ -173,7 +174,7 @@ class PatchDataset(Dataset[Any]):
             return torch.from_numpy(batch)
         rows = [read_row(volumes.arrays[name], place.scan) for place in places]
         if name.rpartition(".")[2] == "affine" and len(self.patch) == 3:
-            # From voxels of the patch, whose first one lies at ``start`` in the scan.
+            # The affine maps voxels of the patch, whose first voxel is at ``start`` in the scan.
             for affine, place in zip(rows, places, strict=True):
                 affine[:3, 3] += affine[:3, :3] @ np.array(place.start)
         return rows if isinstance(rows[0], str) else torch.from_numpy(np.stack(rows))
@@ -181,7 +182,7 @@ class PatchDataset(Dataset[Any]):
     def _cut(self, name: str, place: Place, patch: np.ndarray) -> None:
         """Read a patch of a field."""
         row = self._volumes.arrays[name][place.scan]
-        # Where the patch lies in the scan, and where what is read lies in the patch, which may reach over the border.
+        # The patch may extend beyond the scan: the slices to read in the scan, and where they go in the patch.
         inside, outside = [], []
         for first, size, length in zip(place.start, self.patch, row.shape[-len(self.patch) :], strict=True):
             begin, end = max(first, 0), min(first + size, length)
@@ -194,14 +195,14 @@ class PatchDataset(Dataset[Any]):
 
 
 class _Volumes:
-    """The fields of a packed folder as patches are cut from them.
+    """The fields of a packed folder, from which patches are cut.
 
     Attributes:
-        arrays: The fields of a sample by name, mapped.
-        cut: Names of those that are cut.
-        batched: Whether the others have one shape.
-        label: Name of the label volumes whose places of foreground are stored, or ``None``.
-        intensities: Statistics of the foreground.
+        arrays: The memory-mapped fields of a sample by name.
+        cut: Names of the fields that are cut.
+        batched: Whether all other fields have one shape.
+        label: Name of the label volumes whose foreground positions are stored, or ``None``.
+        intensities: Foreground statistics.
     """
 
     def __init__(self, source: Any, keys: Any, axes: int) -> None:
@@ -231,11 +232,11 @@ class _Volumes:
         return shape[0] if len(shape) > self._axes else 1
 
     def lengths(self, scan: int) -> tuple[int, ...]:
-        """Return the lengths of a scan without its channels."""
+        """Return the shape of a scan without channels."""
         return shape_at(self.arrays[self.cut[0]], scan)[-self._axes :]
 
     def check(self, scans: Sequence[int], least: Sequence[int] | None) -> None:
-        """Refuse scans that do not fit one another, or are smaller than ``least``; the message names the file."""
+        """Raise an error for inconsistent scans or scans smaller than ``least``; the message names the file."""
         files = self._beside("files")
         for scan in scans:
             file = f"scan {scan}" if files is None else f"{files[scan]!r}"
@@ -247,12 +248,12 @@ class _Volumes:
                 expect(self._axes <= len(shape) <= self._axes + 1, title, shape, what)
                 expect(shape[-self._axes :] == lengths, title, shape, f"the shape {lengths} of {self.cut[0]}")
                 channels = self.channels[name]
-                expect(self._channels(name, scan) == channels, title, shape, f"{channels} channels as the first scan")
+                expect(self._channels(name, scan) == channels, title, shape, f"{channels} channels like the first scan")
             fits = least is None or all(map(operator.le, least, lengths))
-            expect(fits, f"patch for {file}", least, f"a size within {lengths}, or pad= with a number")
+            expect(fits, f"patch for {file}", least, f"a size of at most {lengths}, or pad= with a number")
 
     def fills(self, pad: float | Mapping[str, float] | None) -> dict[str, float]:
-        """Return what fills each field outside of a scan; refuse a number that it cannot hold."""
+        """Return the fill value of each field; raise an error for a number that its dtype cannot hold."""
         if pad is None:
             return {}
         if isinstance(pad, Mapping):
@@ -260,10 +261,10 @@ class _Volumes:
             expect(same, "pad", dict(pad), f"a number for each of {self.cut}", KeyError)
             numbers = {name: float(number) for name, number in pad.items()}
         else:
-            # Any field beside the image may be a label, for which the number is hardly meant.
+            # Any field beside the image may be a label, for which the number is probably wrong.
             clear = self.label is not None or len(self.cut) == 1 or pad == 0
             example = dict.fromkeys(self.cut, pad) | {self.cut[-1]: 0}
-            expect(clear, "pad", pad, f"a number for each field, as {example}, where packing named no label field")
+            expect(clear, "pad", pad, f"a number per field, such as {example}, because packing named no label field")
             numbers = {name: 0.0 if name == self.label else float(pad) for name in self.cut}
         for name, number in numbers.items():
             dtype = self.arrays[name].dtype
@@ -273,20 +274,20 @@ class _Volumes:
         return numbers
 
     def check_foreground(self, scans: Sequence[int], shares: Mapping[int, float]) -> None:
-        """Refuse classes of which no scan has a place."""
+        """Raise an error for classes without a position in any scan."""
         stored = self._classes is not None
         expect(
             stored, "foreground", dict(shares), "0, or a folder packed with pack_folder(labels=) or pack(foreground=)"
         )
         found = {int(each) for scan in scans for each in self._classes[scan][:, 0]}
         missing = sorted(set(shares) - {ANY} - found)
-        expect(found and not missing, "foreground", missing or "any", f"classes that a scan has: {sorted(found)}")
+        expect(found and not missing, "foreground", missing or "any", f"classes in the scans: {sorted(found)}")
 
     def foreground_at(
         self, scan: int, shares: Mapping[int, float], chance: float, which: float, where: float
     ) -> list[int] | None:
-        """Return a place of foreground, chosen by three numbers from 0 to 1, or ``None`` for any place."""
-        # One number decides whether and of which share, the next of which class, the last at which of its places.
+        """Return a foreground position, chosen by three numbers from 0 to 1, or ``None`` for any position."""
+        # The first number decides whether, and from which share; the next which class; the last which of its positions.
         bounds = zip(shares, accumulate(shares.values()), strict=True)
         wanted = next((each for each, bound in bounds if chance < bound), None)
         if wanted is None:
@@ -300,19 +301,19 @@ class _Volumes:
 
 
 def _rows_of(scans: Any, total: int) -> list[int]:
-    """Return the numbers of the scans to take."""
+    """Return the numbers of the scans to use."""
     if isinstance(scans, Iterable) and not hasattr(scans, "dtype"):
         scans = list(scans)
     rows = np.arange(total) if scans is None else np.asarray(scans)
-    # A mask would take the rows 0 and 1 again and again.
-    what = "the rows of scans as integers, as np.flatnonzero(mask) returns"
+    # A boolean mask would select rows 0 and 1 repeatedly.
+    what = "integers, the rows of scans, such as np.flatnonzero(mask)"
     expect(rows.ndim == 1 and (not rows.size or rows.dtype.kind in "iu"), "scans", scans, what, TypeError)
     expect(rows.size, "scans", scans, "at least one row")
     return [range(total)[row] for row in rows.tolist()]
 
 
 def _check_shares(foreground: Any) -> dict[int, float]:
-    """Return the share of each class; that of ``ANY`` belongs to all."""
+    """Return the share of each class; that of ``ANY`` applies to all classes."""
     shares = dict(foreground) if isinstance(foreground, Mapping) else {ANY: foreground}
     numbers = all(is_number(share) and share >= 0 for share in shares.values())
     keys = not isinstance(foreground, Mapping) or all(is_whole(each, 1) for each in shares)

@@ -1,4 +1,4 @@
-"""Volumes at another spacing: cubic splines for images, the nearest voxel for labels."""
+"""Resamples volumes to another spacing: cubic splines for images, nearest voxel for labels."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 
 __all__ = ["resample"]
 
-MARGIN = 12  # voxels by which the border is repeated, as SciPy does; what lies further off counts 0.27 ** 12
-SAME = 1e-3  # voxels by which a place may differ from that of a voxel without being computed
+MARGIN = 12  # voxels of padding by repetition, as in SciPy; beyond, weights are below 0.27 ** 12
+SAME = 1e-3  # voxels; a smaller difference in position is ignored
 
 
 def resample(volume: np.ndarray, steps: Sequence[float], *, nearest: bool) -> np.ndarray:
-    """Return a volume at other places of its last axes, from its first voxel on.
+    """Return a volume resampled along its last axes, starting at its first voxel.
 
-    The first voxel stays where it is. An axis of ``n`` voxels gets ``round((n - 1) / step + 1)``, as by MONAI's
-    ``Spacing``, the last of which may lie half a step behind the border, where the last voxel is repeated.
+    The first voxel keeps its position. An axis of ``n`` voxels gets ``round((n - 1) / step + 1)`` voxels, as in MONAI's
+    ``Spacing``. The last one may lie half a step beyond the border, where the last voxel is repeated.
 
     Args:
         volume: Of shape ``(..., *space)``.
-        steps: For each of the last axes the distance of the new voxels, in voxels.
-        nearest: Whether the nearest voxel is taken, as for labels, whose dtype stays. Else cubic splines interpolate
-            in float32; they are interpolating ones, so that the volume is hit at its own voxels.
+        steps: Distance between the new voxels along each of the last axes, in voxels.
+        nearest: Whether to use the nearest voxel and keep the dtype, as for labels. Otherwise cubic splines interpolate
+            in float32 and reproduce the volume at its own voxels.
     """
     result = volume if nearest else volume.astype(np.float32)
     for axis, step in enumerate(steps, volume.ndim - len(steps)):
@@ -39,7 +39,7 @@ def resample(volume: np.ndarray, steps: Sequence[float], *, nearest: bool) -> np
 
 
 def _weigh(volume: np.ndarray, weights: np.ndarray, axis: int) -> np.ndarray:
-    """Return the sums of a volume along an axis, each row of ``weights`` for one of them."""
+    """Return weighted sums of a volume along an axis, one for each row of ``weights``."""
     if axis == volume.ndim - 1:
         return volume @ weights.T
     shape = volume.shape
@@ -49,11 +49,11 @@ def _weigh(volume: np.ndarray, weights: np.ndarray, axis: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _weights(length: int, number: int, step: float) -> np.ndarray:
-    """Return how much each of ``length`` voxels counts for each of ``number`` places: those of a cubic B-spline."""
+    """Return the weight of each of ``length`` voxels at each of ``number`` positions, for a cubic B-spline."""
     padded = length + 2 * MARGIN
     repeated = np.zeros((padded, length))
     repeated[np.arange(padded), (np.arange(padded) - MARGIN).clip(0, length - 1)] = 1
-    # The coefficients with which the spline goes through the voxels, mirrored at its ends.
+    # The coefficients of the spline that passes through the voxels, mirrored at its ends.
     through = np.diag(np.full(padded, 4 / 6)) + np.diag(np.full(padded - 1, 1 / 6), 1)
     through += np.diag(np.full(padded - 1, 1 / 6), -1)
     through[0, 1] = through[-1, -2] = 2 / 6

@@ -1,4 +1,4 @@
-"""The files of a packed folder: for each field one memory-mapped file, whose rows have any shape."""
+"""The files of a packed folder: one memory-mapped file per field, with rows of any shape."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightning_turbo._optional import require
 __all__ = ["Encoded", "RowWriter", "Rows", "encode_row", "open_rows", "read_row", "shape_at"]
 
 HEADER = 256  # bytes before the first row of a file
-TEXT = "text"  # in place of a dtype, of rows that hold a string
-COMPRESSED = "z"  # before the dtype of a row that blosc2 wrote
-SMALL = 1 << 16  # bytes; rows below are not compressed
-AXES = 8  # the most that a row has
-COLUMNS = 3 + AXES  # of the index: where a row begins, its number of bytes, its dtype, its shape filled up with -1
+TEXT = "text"  # stands for the dtype of a string
+COMPRESSED = "z"  # prefix of the dtype of a row compressed with blosc2
+SMALL = 1 << 16  # bytes; smaller rows are not compressed
+AXES = 8  # the largest number of axes of a row
+COLUMNS = 3 + AXES  # of the index: offset, size in bytes, dtype, and shape padded with -1
 
 
 class Encoded(NamedTuple):
-    """A row as it is written."""
+    """A row in its encoded form."""
 
     kind: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Encoded(NamedTuple):
 
 
 def encode_row(value: np.ndarray | str, compress: bool | Sequence[int] = False) -> Encoded:
-    """Return the bytes of a row; with ``compress`` in blosc2's chunks, of that size in the last axes."""
+    """Return the encoded bytes of a row; ``compress`` uses blosc2, with chunks of this size along the last axes."""
     if isinstance(value, str):
         data = value.encode()
         return Encoded(TEXT, (len(data),), data)
@@ -50,17 +50,17 @@ def encode_row(value: np.ndarray | str, compress: bool | Sequence[int] = False) 
 
 
 class RowWriter:
-    """Appends samples to the files of a folder, and goes on where an earlier writer was stopped.
+    """Appends samples to the files of a folder, and continues where an earlier writer was interrupted.
 
-    The journal begins with a line of its owner's, then has a line for each sample that was tried: empty if it was
-    written, else why it was not. This line comes last, so that all that the journal counts is whole; what follows in
-    the other files is cut off. They grow by appending, because room that is only promised, as to mapped memory, ends
-    the process on a full disk. ``close`` closes the files; the journal is its owner's.
+    The journal has a first line written by its owner, then one line per attempted sample: empty if the sample was
+    written, otherwise the reason why not. The line is written last, so everything that the journal counts is complete;
+    the rest of the other files is truncated. Files grow by appending, because space that is only reserved, such as
+    mapped memory, kills the process on a full disk. ``close`` closes the files; the journal belongs to its owner.
 
     Attributes:
-        done: The number of samples that were tried.
-        broken: What was wrong with those that were not written, by their number.
-        count: The number of samples that were written.
+        done: Number of samples attempted.
+        broken: Sample number -> reason why it was not written.
+        count: Number of samples written.
     """
 
     def __init__(self, folder: Path, journal: Any) -> None:
@@ -79,7 +79,7 @@ class RowWriter:
             self._open(path.stem)
 
     def _open(self, name: str) -> None:
-        """Open the files of a field at the end of what the journal counts."""
+        """Open the files of a field, and truncate them to what the journal counts."""
         data, index = (self._closing.enter_context(self._path(name, suffix).open("ab")) for suffix in ("npy", "rows"))
         index.truncate(self.count * COLUMNS * 8)
         records = self._records(name)
@@ -94,7 +94,7 @@ class RowWriter:
         return np.fromfile(self._path(name, "rows"), dtype="<i8").reshape(-1, COLUMNS)
 
     def append(self, row: Mapping[str, Encoded] | str) -> None:
-        """Write a sample of the same fields as the first one, or what is wrong with it."""
+        """Write a sample with the same fields as the first one, or record what is wrong with it."""
         line = ""
         if isinstance(row, str):
             self.broken[self.done] = row
@@ -111,11 +111,11 @@ class RowWriter:
         self.done += 1
 
     def finish(self) -> None:
-        """Write the headers. Rows that are alike become a plain array, which needs no index.
+        """Write the headers. Rows of one shape and dtype become a plain array without an index.
 
-        A field is finished when the list of its rows is gone. An interruption before leaves it to the next writer.
+        A field is finished once its ``.rows`` file is gone. After an interruption, the next writer finishes it.
         """
-        self.close()  # on Windows a file that is open stays
+        self.close()  # Windows does not delete an open file
         for name in self._files:
             records = self._records(name)
             kind, shape = _kind_and_shape(records[0])
@@ -127,15 +127,15 @@ class RowWriter:
             self._path(name, "rows").unlink()
 
     def close(self) -> None:
-        """Close the files; a second call does nothing."""
+        """Close the files. Repeated calls have no effect."""
         self._closing.close()
 
 
 def _write(data: Any, index: Any, row: Encoded) -> None:
     begin = data.tell() - HEADER
-    # A row of a wider dtype than the one before has to begin at a multiple of its size.
+    # A row with a wider dtype than the one before must be aligned to its item size.
     gap = 0 if row.kind == TEXT else -begin % np.dtype(row.kind.removeprefix(COMPRESSED)).itemsize
-    # The row before its place in the index: whatever the index names has been written.
+    # The row is written before its index entry, so everything in the index exists.
     data.write(bytes(gap))
     data.write(row.data)
     data.flush()
@@ -150,7 +150,7 @@ def _end(records: np.ndarray) -> tuple[int]:
 
 
 def _write_header(path: Path, descr: str, shape: tuple[int, ...]) -> None:
-    """Write the header of a ``.npy`` file, format 1.0, into the room that was left for it."""
+    """Write the header of a ``.npy`` file, format 1.0, into its reserved space."""
     text = repr({"descr": descr, "fortran_order": False, "shape": shape})
     with path.open("r+b") as file:
         file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", HEADER - 10) + text.ljust(HEADER - 11).encode() + b"\n")
@@ -164,10 +164,10 @@ def _kind_and_shape(record: np.ndarray) -> tuple[str, tuple[int, ...]]:
 
 
 class Rows:
-    """The rows of a field that differ in shape or dtype, are compressed, or hold strings.
+    """The rows of a field that differ in shape or dtype, are compressed, or are strings.
 
     Attributes:
-        dtype: The native dtype that holds all rows; ``None`` for strings.
+        dtype: The native dtype that can hold all rows; ``None`` for strings.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,7 +185,7 @@ class Rows:
         return len(self.index)
 
     def __getitem__(self, row: int) -> Any:
-        """Return a string, a view of the mapped file, or a compressed array; only its slices are read."""
+        """Return a string, a view of the mapped file, or a compressed array, of which only slices are read."""
         (begin, size), (kind, shape) = self.index[row, :2].tolist(), _kind_and_shape(self.index[row])
         if kind == TEXT:
             return self.bytes[begin : begin + size].tobytes().decode()
@@ -199,17 +199,17 @@ def _blosc2() -> Any:
 
 
 def open_rows(path: Path) -> np.ndarray | Rows:
-    """Map the rows of a field: an array if they are alike."""
-    # Nothing is written through the mapping, but torch warns about read-only arrays.
+    """Map the rows of a field: an array if they have one shape and dtype."""
+    # Nothing writes through the mapping, but torch warns about read-only arrays.
     return Rows(path) if path.with_suffix(".index").exists() else np.load(path, mmap_mode="c")
 
 
 def shape_at(rows: np.ndarray | Rows, row: int) -> tuple[int, ...]:
-    """Return the shape of a row, which is not read."""
+    """Return the shape of a row without reading it."""
     return rows.shape[1:] if isinstance(rows, np.ndarray) else _kind_and_shape(rows.index[row])[1]
 
 
 def read_row(rows: np.ndarray | Rows, row: int) -> Any:
-    """Return a row as an array of its own in the native dtype of all rows, or a string."""
+    """Return a row as a new array in the native dtype of all rows, or a string."""
     value = rows[row]
     return value if rows.dtype is None else np.array(value[...], dtype=rows.dtype.newbyteorder("="))

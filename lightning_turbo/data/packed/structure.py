@@ -1,4 +1,4 @@
-"""The structure of a sample: tuples, lists and dictionaries with the name of a field in the place of each part."""
+"""The structure of a sample: tuples, lists and dictionaries in which field names stand for the parts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lightning_turbo._checks import expect
 
 __all__ = ["WholeBatch", "build", "from_json", "names_in", "split_batch", "to_json"]
 
-# JSON has one kind of sequence, which stands for a tuple, and dictionaries whose keys are strings.
+# JSON has one type of sequence, which stands for tuples, and dictionaries with string keys only.
 LIST, DICT = "<list>", "<dict>"
 
 
 def to_json(structure: Any) -> Any:
-    """Return a structure in values that JSON keeps."""
+    """Return a structure as values that JSON preserves."""
     if isinstance(structure, dict):
         parts = [[key, to_json(part)] for key, part in structure.items()]
         plain = all(isinstance(key, str) for key in structure) and not {LIST, DICT} & set(structure)
@@ -26,7 +26,7 @@ def to_json(structure: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return the structure that ``to_json`` described."""
+    """Return the structure encoded by ``to_json``."""
     if isinstance(value, list):
         return tuple(from_json(part) for part in value)
     if isinstance(value, dict):
@@ -37,7 +37,7 @@ def from_json(value: Any) -> Any:
 
 
 def build(structure: Any, parts: Mapping[str, Any]) -> Any:
-    """Return a structure with the part of each name in its place."""
+    """Return a structure with each name replaced by its part."""
     if isinstance(structure, Mapping):
         return {key: build(part, parts) for key, part in structure.items()}
     if isinstance(structure, (list, tuple)):
@@ -55,7 +55,7 @@ def names_in(structure: Any) -> list[str]:
 
 
 def split_batch(batch: Any, rows: int) -> Iterable[Any]:
-    """Split a batch into so many samples of the same structure."""
+    """Split a batch into ``rows`` samples of the same structure."""
     if isinstance(batch, Mapping):
         return [dict(zip(batch, row, strict=True)) for row in split_batch(tuple(batch.values()), rows)]
     if isinstance(batch, (list, tuple)):
@@ -68,7 +68,7 @@ def split_batch(batch: Any, rows: int) -> Iterable[Any]:
 class WholeBatch(list[Any]):
     """The samples of a batch together with the batch that they were split from.
 
-    A list that is derived from it, or whose samples were replaced or changed since, has none.
+    A list derived from it, or one whose samples were replaced or modified since, has no batch.
     """
 
     _batch: Any = None
@@ -76,7 +76,7 @@ class WholeBatch(list[Any]):
 
     @classmethod
     def split(cls, batch: Any, rows: int) -> WholeBatch:
-        """Return the samples of a batch of so many rows."""
+        """Return the samples of a batch with ``rows`` rows."""
         samples = cls(split_batch(batch, rows))
         samples._batch = batch
         samples._parts = [_parts_of(sample) for sample in samples]
@@ -84,18 +84,18 @@ class WholeBatch(list[Any]):
 
     @classmethod
     def of(cls, samples: list[Any]) -> Any:
-        """Return the batch that samples are the rows of, or ``None``."""
-        # What is written into a tensor of a sample is written into the batch, whose memory it shares.
+        """Return the batch of which the samples are the rows, or ``None``."""
+        # A tensor of a sample shares memory with the batch, so in-place changes to it reach the batch.
         if isinstance(samples, cls) and _are_same([_parts_of(sample) for sample in samples], samples._parts):
             return samples._batch
         return None
 
     def __reduce__(self) -> Any:
-        return list, (list(self),)  # in another process they share no memory with the batch
+        return list, (list(self),)  # in another process the samples share no memory with the batch
 
 
 def _parts_of(value: Any) -> Any:
-    """Return the containers of a sample as lists, with their kinds and keys."""
+    """Return the containers of a sample as lists, with their types and keys."""
     if isinstance(value, Mapping):
         return [type(value), *value, *map(_parts_of, value.values())]
     return [type(value), *map(_parts_of, value)] if isinstance(value, (list, tuple)) else value

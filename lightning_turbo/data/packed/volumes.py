@@ -1,4 +1,4 @@
-"""Volumes and label volumes of ``.npy`` and NIfTI files, as they are packed."""
+"""Reads volumes and label volumes from ``.npy`` and NIfTI files for packing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = ["read_volume", "warn_of_two_affines"]
 
-CLOSE = 1e-3  # millimetres by which affines may differ
+CLOSE = 1e-3  # millimeters by which affines may differ
 
 
 def read_volume(
@@ -30,19 +30,19 @@ def read_volume(
     spacing: Sequence[float] | None,
     size: Sequence[int] | None,
 ) -> dict[str, Any]:
-    """Read a volume with its label volume, affine and spacing, and cut it about its centre.
+    """Read a volume with its label volume, affine and spacing; resample it and crop or pad it about its center.
 
     Args:
         paths: The files of its channels.
         mask: The label volume.
-        labelled: Whether it has to have one.
-        spacing: Distances of voxels in millimetres that it is resampled to, or ``None``.
-        size: Lengths that it is cropped or padded to, or ``None``.
+        labelled: Whether a label volume is required.
+        spacing: Voxel spacing in millimeters to resample to, or ``None``.
+        size: Size to crop or pad to, or ``None``.
     """
     row, affine = _read_files(paths, mask, labelled=labelled)
     shape = row["volumes"].shape
     changed = size is not None or spacing is not None
-    expect(len(shape) >= 3 or not changed, "volume", shape, "3 axes, to resample or cut it")
+    expect(len(shape) >= 3 or not changed, "volume", shape, "3 axes, to resample, crop or pad it")
     if spacing is not None:
         row, affine = _at_spacing(row, affine, spacing)
     if size is not None:
@@ -53,7 +53,7 @@ def read_volume(
 
 
 def _read_files(paths: Sequence[Path | None], mask: Path | None, *, labelled: bool) -> tuple[dict[str, Any], Any]:
-    """Return the volume and the label volume, and their affine."""
+    """Return the volume, the label volume, and their affine."""
     missing = [f"channel {number}" for number, path in enumerate(paths) if path is None]
     missing += ["label volume"] if labelled and mask is None else []
     what = "the files of all channels and of the label volume"
@@ -68,9 +68,9 @@ def _read_files(paths: Sequence[Path | None], mask: Path | None, *, labelled: bo
 
 
 def _at_spacing(row: dict[str, Any], affine: Any, spacing: Sequence[float]) -> tuple[dict[str, Any], Any]:
-    """Return volumes and affine with other distances of voxels."""
+    """Return the volumes and their affine, resampled to another voxel spacing."""
     given = np.linalg.norm(affine[:3, :3], axis=0)
-    expect((given > 0).all(), "spacing of the file", given.tolist(), "distances above 0, to resample it")
+    expect((given > 0).all(), "spacing of the file", given.tolist(), "spacings above 0, to resample it")
     steps = np.divide(spacing, given)
     scaled = affine.copy()
     scaled[:3, :3] *= steps
@@ -78,7 +78,7 @@ def _at_spacing(row: dict[str, Any], affine: Any, spacing: Sequence[float]) -> t
 
 
 def _at_size(row: dict[str, Any], affine: Any, size: Sequence[int]) -> tuple[dict[str, Any], Any]:
-    """Return volumes that are cropped or padded about their centre, and their affine."""
+    """Return the volumes, cropped or padded about their center, and their affine."""
     start = np.subtract(row["volumes"].shape[-3:], size) // 2
     if affine is not None:
         affine[:3, 3] += affine[:3, :3] @ start
@@ -88,12 +88,12 @@ def _at_size(row: dict[str, Any], affine: Any, size: Sequence[int]) -> tuple[dic
 
 
 def warn_of_two_affines(paths: Sequence[Path]) -> None:
-    """Say in how many NIfTI files sform and qform name other places, and which is taken."""
+    """Warn in how many NIfTI files sform and qform differ, and which one is used."""
     import nibabel
 
     found = []
     for path in paths:
-        # Files that cannot be read are told of when they are packed.
+        # Unreadable files are reported when they are packed.
         with contextlib.suppress(Exception):
             header: Any = nibabel.load(path).header
             sform, qform = header.get_sform(coded=True)[0], header.get_qform(coded=True)[0]
@@ -101,15 +101,15 @@ def warn_of_two_affines(paths: Sequence[Path]) -> None:
                 found.append(path.name)
     if found:
         warnings.warn(
-            f"sform and qform differ in {len(found)} of {len(paths)} files, such as {found[0]!r}. The sform is taken, "
-            "as by nibabel; ITK may take the qform. Set both to the right one where it matters.",
+            f"sform and qform differ in {len(found)} of {len(paths)} files, such as {found[0]!r}. The sform is used, "
+            "as in nibabel; ITK may use the qform. Set both to the right one if it matters.",
             TurboWarning,
             stacklevel=3,
         )
 
 
 def _load(path: Path) -> tuple[np.ndarray, Any]:
-    """Return a volume, channels first, and the affine of a NIfTI file."""
+    """Return a volume with channels first, and the affine of a NIfTI file."""
     if path.suffix.lower() == ".npy":
         volume = np.load(path)
         affine = None
@@ -118,21 +118,21 @@ def _load(path: Path) -> tuple[np.ndarray, Any]:
         volume = np.asanyarray(file.dataobj)
         if volume.dtype == np.float64 and file.get_data_dtype() != np.float64:  # nibabel applied slope and intercept
             volume = volume.astype(np.float32)
-        # SimpleITK, FSL and others write a last axis of one entry, and vectors on the fifth.
+        # SimpleITK, FSL and others write a trailing axis of size 1, and vectors along the fifth axis.
         volume = volume.squeeze(tuple(axis for axis in range(3, volume.ndim) if volume.shape[axis] == 1))
-        expect(volume.ndim <= 4, f"axes of {path.name!r}", volume.shape, "three axes, and one of channels")
+        expect(volume.ndim <= 4, f"axes of {path.name!r}", volume.shape, "three axes, plus one for channels")
         volume = np.moveaxis(volume, 3, 0) if volume.ndim == 4 else volume
         affine = np.array(file.affine, dtype=np.float64)
     expect(volume.size, f"voxels of {path.name!r}", volume.shape, "at least one")
     expect(volume.dtype.kind in "biufc", f"values of {path.name!r}", str(volume.dtype), "numbers", TypeError)
     bad = 0 if volume.dtype.kind not in "fc" else volume.size - np.count_nonzero(np.isfinite(volume))
-    what = "finite numbers; replace the others first"
+    what = "finite numbers; replace others first"
     expect(not bad, f"values of {path.name!r}", f"{bad} that are NaN or infinite", what)
     return volume, affine
 
 
 def _open_nifti(path: Path) -> Any:
-    """Open a NIfTI file that is read at once, which is faster than the stream that nibabel would decompress."""
+    """Open a NIfTI file from memory, which is faster than nibabel's stream decompression."""
     import nibabel
 
     content = path.read_bytes()
@@ -144,12 +144,12 @@ def _open_nifti(path: Path) -> Any:
 
 
 def _load_beside(path: Path, volume: np.ndarray, affine: Any, axes: slice = slice(None)) -> np.ndarray:
-    """Return a volume of the shape of another one, at the same place."""
+    """Return a volume with the shape and affine of another one."""
     other, its_affine = _load(path)
     name = f"volume {str(path)!r}"
     shape = volume.shape[axes]
     if other.shape != shape and len(other.shape) > len(shape):
-        # An .npy file of a label volume may have a channel axis, as its volume has.
+        # The .npy file of a label volume may have a channel axis, like its volume.
         other = other.reshape(other.shape[-len(shape) :]) if other.size == np.prod(shape) else other
     expect(other.shape == shape, name, other.shape, f"the shape {shape}")
     equal = affine is None or its_affine is None or np.allclose(affine, its_affine, atol=CLOSE)
@@ -158,18 +158,18 @@ def _load_beside(path: Path, volume: np.ndarray, affine: Any, axes: slice = slic
 
 
 def _load_label(path: Path, volume: np.ndarray, affine: Any) -> np.ndarray:
-    """Return a label volume as int16 if it fits its volume."""
+    """Return a label volume as int16, after checking that it matches its volume."""
     label = _load_beside(path, volume, affine, slice(-3, None))
     with np.errstate(invalid="ignore"):
         whole = label.astype(np.int16)
     wrong = label[whole != label]
     found = f"{wrong.size} others, such as {wrong[0]:.6g}" if wrong.size else None
-    expect(found is None, f"label volume {str(path)!r}", found, "integers of 16 bits")
+    expect(found is None, f"label volume {str(path)!r}", found, "16-bit integers")
     return whole
 
 
 def _fit(array: np.ndarray, start: np.ndarray, size: Sequence[int], fill: Any) -> np.ndarray:
-    """Return the window of ``size`` voxels from ``start`` on, padded with ``fill`` outside of the array."""
+    """Return the window of ``size`` voxels from ``start``, padded with ``fill`` outside the array."""
     before = np.maximum(0, -start)
     after = np.maximum(0, start + size - array.shape[-3:])
     margins = [(0, 0)] * (array.ndim - 3) + list(zip(before, after, strict=True))

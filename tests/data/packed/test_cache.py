@@ -84,7 +84,7 @@ def test_an_error_says_which_key_to_write(paths, tmp_path, key):
 
 @pytest.mark.parametrize("key", ["", (), lambda data: []])
 def test_an_empty_key_is_refused(paths, tmp_path, key):
-    with pytest.raises((TypeError, ValueError), match=r"key: expected what the samples follow from"):
+    with pytest.raises((TypeError, ValueError), match=r"key: expected a description of how samples are made"):
         cache_transforms(Files(paths, Scale(2)), tmp_path / "cache", key=key)
 
 
@@ -197,7 +197,7 @@ RANDOM = {
 def test_random_samples_are_refused(paths, tmp_path, kind):
     transform, name = RANDOM[kind]
     np.random.seed(3)
-    with pytest.raises(ValueError, match=rf"expected a sample that is the same each time; move .* got .*{name}"):
+    with pytest.raises(ValueError, match=rf"expected the same sample each time; move .* got .*{name}"):
         cache_transforms(Files(paths, transform), tmp_path / "cache", key="v1")
     assert not (tmp_path / "cache").exists()
 
@@ -211,7 +211,7 @@ def test_a_pipeline_that_draws_and_stays_the_same_is_packed_with_a_warning(paths
         return array * 2
 
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    with pytest.warns(TurboWarning, match=r"draws from the global RNG of .* It was the same \d+ times, and is packed"):
+    with pytest.warns(TurboWarning, match=r"draws from the global RNG of .* It was identical \d+ times and is packed"):
         cached = cache_transforms(Files(paths, always), tmp_path / "cache", key="v1")
     assert PackedDataset(cached)[2]["x"].unique().tolist() == [4]
     # A run that packs draws the same numbers afterwards as one that finds the cache.
@@ -221,7 +221,7 @@ def test_a_pipeline_that_draws_and_stays_the_same_is_packed_with_a_warning(paths
 
 def test_noise_that_belongs_to_the_sample_is_packed(paths, tmp_path):
     data = Files(paths, seed_itself)
-    with pytest.warns(TurboWarning, match="It was the same"):
+    with pytest.warns(TurboWarning, match="It was identical"):
         cached = cache_transforms(data, tmp_path / "cache", key="v1")
     assert np.array_equal(PackedDataset(cached)[1]["x"], data[1]["x"])
 

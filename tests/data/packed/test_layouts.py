@@ -106,9 +106,7 @@ MIXED = {
 @pytest.mark.parametrize("kind", MIXED)
 def test_what_is_named_as_a_label_volume_is_no_scan_in_silence(write, tmp_path, kind):
     root = write(MIXED[kind])
-    with pytest.raises(
-        ValueError, match=r"labels: expected volumes, got '.*' among them, which is named as a label vol"
-    ):
+    with pytest.raises(ValueError, match=r"labels: expected only volumes, got '.*', which is named like a label vol"):
         pack_folder(root, tmp_path / "out")
     pack_folder(root, tmp_path / "without", labels=False)
     found = contents(tmp_path / "without")
@@ -167,7 +165,7 @@ def test_names_of_labels_that_are_no_row_of_classes_are_left_out(write, tmp_path
 def test_a_damaged_description_is_named(write, tmp_path):
     root = write({"imagesTr/a_0000": 1, "labelsTr/a": 1})
     (root / "dataset.json").write_text("{")
-    with pytest.raises(ValueError, match=r"dataset.json': expected JSON, as nnU-Net writes it"):
+    with pytest.raises(ValueError, match=r"dataset.json': expected JSON as written by nnU-Net"):
         pack_folder(root, tmp_path / "out")
 
 
@@ -226,7 +224,7 @@ def test_two_files_that_could_be_meant_are_both_named(write, tmp_path, kind):
 def test_two_label_volumes_beside_a_volume_and_two_files_of_one_channel(write, tmp_path):
     root = write({"a": 1, "a_seg": 2, "a_gt": 3})
     with pytest.raises(
-        ValueError, match=r"one label volume for '.*a.npy'; remove the other, or name the end .*a_gt.*a_seg"
+        ValueError, match=r"one label volume for '.*a.npy'; remove the other, or select a suffix.*a_gt.*a_seg"
     ):
         pack_folder(root, tmp_path / "out")
     pack_folder(root, tmp_path / "out", labels="_gt")
@@ -315,7 +313,7 @@ def test_masks_among_images_are_an_error_unless_they_are_left_out(tmp_path, name
         path = tmp_path / "in" / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         image.new("L", (4, 4), n).save(path)
-    with pytest.raises(ValueError, match=r"labels: expected images, got masks among them, such as '.*\.png'"):
+    with pytest.raises(ValueError, match=r"labels: expected only images, got masks such as '.*\.png'"):
         pack_folder(tmp_path / "in", tmp_path / "out")
     assert pack_folder(tmp_path / "in", tmp_path / "out", labels=False)["samples"] == len(names) - 1
 
@@ -331,8 +329,8 @@ def test_masks_among_images_are_an_error_unless_they_are_left_out(tmp_path, name
             FileNotFoundError,
             "labels: expected a folder, or the end of the names of label volumes",
         ),
-        ({"labels": True}, TypeError, "labels: expected a folder, the end of names, None or False"),
-        ({"spacing": (1, 1)}, ValueError, "spacing=.* does not go with .npy files"),
+        ({"labels": True}, TypeError, "labels: expected a folder, a suffix, None or False"),
+        ({"spacing": (1, 1)}, ValueError, "spacing=.* does not apply to .npy files"),
     ],
 )
 def test_what_is_refused(write, tmp_path, options, error, message):

@@ -220,13 +220,13 @@ def test_the_call_after_an_error_goes_on_or_begins_again(tmp_path, monkeypatch, 
         *(("images", {"size": size}, ValueError, r"size: expected \(height, width\) in pixels, each at least 1")
           for size in (224, (0, 8), (8, 8, 8))),
         ("images", {"mode": "CMYK"}, ValueError, "mode: expected 'RGB', 'L' .*, got 'CMYK'"),
-        ("images", {"labels": "masks"}, ValueError, "labels='masks' does not go with images"),
+        ("images", {"labels": "masks"}, ValueError, "labels='masks' does not apply to images"),
         ("images", {"classes": "cat"}, TypeError, "classes: expected a sequence of names"),
         ("images", {"progress": 3}, TypeError, "progress=3: expected a function or None"),
         ("images", {"skip_broken": "no"}, TypeError, "skip_broken='no'"),
         ("volumes", {"size": (2, 2)}, ValueError, r"size: expected \(depth, height, width\) in voxels"),
-        ("volumes", {"mode": "L"}, ValueError, "mode='L' does not go with .npy files"),
-        ("volumes", {"labels": "in", "classes": ["a"]}, ValueError, "classes=.* does not go with .* label volumes"),
+        ("volumes", {"mode": "L"}, ValueError, "mode='L' does not apply to .npy files"),
+        ("volumes", {"labels": "in", "classes": ["a"]}, ValueError, "classes=.* does not apply to .* label volumes"),
         ("broken", {"skip_broken": True}, ValueError, "1 of 1 samples cannot be packed"),
         ("empty", {}, FileNotFoundError, "folder: expected a folder with files that end in .bmp"),
         ("none", {}, FileNotFoundError, "folder: expected an existing folder, got '.*none'"),
@@ -264,10 +264,10 @@ def test_nothing_but_a_packed_dataset_is_overwritten(tmp_path):
     shutil.copytree(other, scans.parent / "more")
     shutil.copytree(scans, scans.parent / "copy")
     for out in (other, tmp_path / "thesis.txt", scans.parent / "more", scans.parent / "copy"):
-        with pytest.raises(FileExistsError, match=r"or with overwrite=True .* one that holds only a packed dataset"):
+        with pytest.raises(FileExistsError, match=r"or with overwrite=True .* one that contains only a packed dataset"):
             pack_folder(scans, out, overwrite=True)
     (other / "notes").rmdir()
-    with pytest.raises(FileExistsError, match="expected a folder that does not exist, or with overwrite=True"):
+    with pytest.raises(FileExistsError, match="expected a new folder, or with overwrite=True"):
         pack_folder(scans, other)
     pack_folder(scans, other, overwrite=True)
     assert (scans / "1.npy").exists()

@@ -249,7 +249,7 @@ def test_what_is_no_packed_folder_is_told(tmp_path):
         ("nope", FileNotFoundError, r"got '.*nope', which does not exist. Pack first: lightning-turbo pack FOLDER OUT"),
         ("nope.npy", FileNotFoundError, r"got '.*nope.npy', which does not exist. Pack first"),
         ("empty", FileNotFoundError, r"got '.*empty', a folder without packed.json. Pack first"),
-        ("begun", FileNotFoundError, r"Packing it was begun, and is not finished: '.*begun.partial'"),
+        ("begun", FileNotFoundError, r"Packing was interrupted: '.*begun.partial'"),
         ("notes.txt", ValueError, r"expected a folder written by pack, or an .npz or .npy file"),
     ):
         for kind in (PackedDataset, lambda source: PatchDataset(source, (2, 2, 2))):

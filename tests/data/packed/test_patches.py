@@ -113,9 +113,9 @@ def test_foreground_at_the_border_and_scans_without_it(plain):
     assert all((sample["label"] == 3).any() for sample in samples[90:])
     assert len({first_voxel(sample) for sample in samples[90:]}) == 1
     assert len({first_voxel(sample) for sample in samples[:30]}) > 20  # it has no such class
-    with pytest.raises(ValueError, match=r"foreground: expected classes that a scan has: \[1, 2\], got \[3, 9\]"):
+    with pytest.raises(ValueError, match=r"foreground: expected classes in the scans: \[1, 2\], got \[3, 9\]"):
         PatchDataset(plain, PATCH, foreground={3: 0.1, 9: 0.5}, scans=[1, 2])
-    with pytest.raises(ValueError, match=r"foreground: expected classes that a scan has: \[\], got 'any'"):
+    with pytest.raises(ValueError, match=r"foreground: expected classes in the scans: \[\], got 'any'"):
         PatchDataset(plain, PATCH, foreground=0.5, scans=[0])
 
 
@@ -129,7 +129,7 @@ def test_many_places_of_foreground_are_kept_for_each_class(tmp_path):
 
 
 def test_scans_smaller_than_the_patch(plain):
-    with pytest.raises(ValueError, match=r"patch for scan 1: expected a size within \(7, 12, 6\), or pad="):
+    with pytest.raises(ValueError, match=r"patch for scan 1: expected a size of at most \(7, 12, 6\), or pad="):
         PatchDataset(plain, (8, 6, 5))
     data = PatchDataset(plain, (8, 6, 7), pad=-7, foreground=0.5)
     sample = data[2]  # of 6 x 6 x 6
@@ -142,7 +142,7 @@ def test_scans_smaller_than_the_patch(plain):
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda mask: map(bool, mask)])
 def test_a_mask_of_scans_is_refused(plain, kind):
-    with pytest.raises(TypeError, match=r"scans: expected the rows of scans as integers, as np.flatnonzero\(mask\)"):
+    with pytest.raises(TypeError, match=r"scans: expected integers, the rows of scans, such as np.flatnonzero\(mask\)"):
         PatchDataset(plain, PATCH, scans=kind([False, True, True, False]))
 
 
@@ -187,7 +187,7 @@ def test_files_are_named(tmp_path):
         PatchDataset(packed("a", "b"), (2, 2, 2))
     with pytest.raises(ValueError, match=r"volumes of 'c.npy': expected 3 axes, or channels and 3 axes, got \(4, 4\)"):
         PatchDataset(packed("a", "c"), (2, 2, 2))
-    with pytest.raises(ValueError, match=r"patch for 'b.npy': expected a size within \(3, 4, 4\), or pad="):
+    with pytest.raises(ValueError, match=r"patch for 'b.npy': expected a size of at most \(3, 4, 4\), or pad="):
         PatchDataset(packed("b"), (4, 4, 4))
     with pytest.raises(ValueError, match=r"foreground: expected 0, or a folder packed with pack_folder\(labels=\)"):
         PatchDataset(packed("a"), (2, 2, 2), foreground=0.5)
@@ -211,8 +211,8 @@ def test_files_are_named(tmp_path):
         ({"pad": -1e12}, ValueError, "pad: expected a number that image of int32 can hold"),
         ({"pad": {"image": 0}}, KeyError, r"pad: expected a number for each of \['image', 'label'\]"),
         ({"pad": {"image": "0", "label": 1}}, TypeError, "pad: expected a finite number, a mapping"),
-        ({"scans": [0.5]}, TypeError, "scans: expected the rows of scans as integers"),
-        ({"scans": 3}, TypeError, "scans: expected the rows of scans as integers"),
+        ({"scans": [0.5]}, TypeError, "scans: expected integers, the rows of scans"),
+        ({"scans": 3}, TypeError, "scans: expected integers, the rows of scans"),
         ({"scans": []}, ValueError, "scans: expected at least one row"),
         ({"scans": [4]}, IndexError, "range"),
         ({"keys": ["mask"]}, KeyError, "keys: expected some of"),

@@ -92,12 +92,12 @@ def test_a_file_without_spacing_is_not_resampled(tmp_path, bad):
     content = bytearray(image.to_bytes())
     content[312:328] = np.array([0, 0, bad, 0], np.float32).tobytes()  # the last row of the sform
     (tmp_path / "in" / "a.nii").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a.nii': spacing of the file: expected distances above 0, to resample it"):
+    with pytest.raises(ValueError, match=r"a.nii': spacing of the file: expected spacings above 0, to resample it"):
         pack_folder(tmp_path / "in", tmp_path / "out", spacing=(1, 1, 1))
 
 
 @pytest.mark.parametrize("spacing", [1, (1, 1), (1, 1, 0), (1, 1, "1"), (1, 1, float("nan"))])
 def test_what_is_no_spacing(nifti, tmp_path, spacing):
     nifti("in/a.nii.gz", np.ones((3, 3, 3), np.int16), np.eye(4))
-    with pytest.raises(ValueError, match="spacing: expected three distances in millimetres above 0, or None"):
+    with pytest.raises(ValueError, match="spacing: expected three distances in millimeters above 0, or None"):
         pack_folder(tmp_path / "in", tmp_path / "out", spacing=spacing)

@@ -74,7 +74,7 @@ def test_what_nifti_files_hold(nifti, tmp_path):
     [
         (np.zeros((2, 2, 3), np.uint8), AFFINE, r"1.nii.gz': expected the shape \(2, 2, 2\), got \(2, 2, 3\)"),
         (np.zeros((2, 2, 2), np.uint8), np.eye(4), "1.nii.gz': expected the affine of its volume"),
-        (np.full((2, 2, 2), 70000, np.int32), AFFINE, "1.nii.gz': expected integers of 16 bits"),
+        (np.full((2, 2, 2), 70000, np.int32), AFFINE, "1.nii.gz': expected 16-bit integers"),
         (None, AFFINE, "cannot be packed"),
     ],
 )
@@ -224,7 +224,7 @@ def save_colours(path):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (np.zeros((2, 3, 4, 2, 2), np.int16), "axes of 'a.nii': expected three axes, and one of channels"),
+        (np.zeros((2, 3, 4, 2, 2), np.int16), "axes of 'a.nii': expected three axes, plus one for channels"),
         (np.zeros((2, 3, 4, 0), np.int16), "voxels of 'a.nii': expected at least one"),
         (save_colours, r"values of 'a.nii': expected numbers, got \"\[\('R'"),
     ],
@@ -244,7 +244,7 @@ def test_files_that_are_no_volumes(nifti, tmp_path, write, message):
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (np.array([0, 0.9999, 2], np.float32), r"expected integers of 16 bits, got '1 others, such as 0.9999'"),
+        (np.array([0, 0.9999, 2], np.float32), r"expected 16-bit integers, got '1 others, such as 0.9999'"),
         (np.array([0, 0.5, 1.5]), r"got '2 others, such as 0.5'"),
         (np.array([0, 40000, 1], np.uint16), r"got '1 others, such as 40000'"),
         (np.array([0, -40000, 1], np.int32), r"such as -40000'"),
