@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.report import COLOURS, KINDS
+from benchmarks.report import COLORS, KINDS
 from benchmarks.suite import BenchError
 from lightning_turbo.measure import Bar, draw_bars, print_lines, three_digits
 
@@ -214,9 +214,9 @@ def draw(chart: Chart, folder: Path) -> Path:
         )
         for name, value, low, high in rows
     ]  # fmt: skip
-    colours = {KINDS[kind]: colour for kind, colour in COLOURS.items()}
+    colors = {KINDS[kind]: color for kind, color in COLORS.items()}
     path = folder / chart.picture
-    draw_bars(bars, path, title=title_of(chart), label=label, colours=colours)
+    draw_bars(bars, path, title=title_of(chart), label=label, colors=colors)
     return path
 
 

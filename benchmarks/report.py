@@ -24,7 +24,7 @@ HOW = (
     "Times are medians with quartiles, in brackets, over rounds that the cases took in turns, each in a process of its "
     "own. Ratios are taken pair by pair, round by round; below 1 is faster or smaller."
 )
-COLOURS = {"baseline": "#334155", "torch": "#94a3b8", "ours": "#0f766e", "peer": "#d97706"}
+COLORS = {"baseline": "#334155", "torch": "#94a3b8", "ours": "#0f766e", "peer": "#d97706"}
 KINDS = {"torch": "PyTorch, Lightning", "ours": "lightning_turbo", "peer": "other libraries", "baseline": "baseline"}
 Row = Mapping[str, Any]
 Table = tuple[list[str], list[list[str]]]
@@ -260,8 +260,8 @@ def draw_suite(suite: Row, path: Path, where: str) -> bool:
     # One message: the first cases that share a baseline. The others may be of another quantity; the tables have all.
     bars = next((group for group in groups.values() if len(group) > 1), next(iter(groups.values()), []))
     if bars:
-        colours = {KINDS[kind]: colour for kind, colour in COLOURS.items()}
-        draw_bars(bars, path, title=f"{suite['suite']}: {suite['about']}\n{where}", label=label, colours=colours)
+        colors = {KINDS[kind]: color for kind, color in COLORS.items()}
+        draw_bars(bars, path, title=f"{suite['suite']}: {suite['about']}\n{where}", label=label, colors=colors)
     return bool(bars)
 
 

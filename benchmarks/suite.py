@@ -75,7 +75,7 @@ class Case:
         base: The case that this one is divided by; empty for the suite's first case.
         against: Further cases that it is divided by.
         needs: Distributions, as pip names them, without which it is skipped.
-        kind: ``"torch"`` for PyTorch and Lightning, ``"ours"``, or ``"peer"``; the colour of its bar.
+        kind: ``"torch"`` for PyTorch and Lightning, ``"ours"``, or ``"peer"``; the color of its bar.
     """
 
     name: str

@@ -101,13 +101,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 1.8 + 0.36 * len(rows)), dpi=140, layout="constrained", facecolor="white")
     times, scores = figure.subplots(1, 2, sharey=True)
     names = [row["name"] for row in rows]
-    for axes, key, colour, title, label in (
+    for axes, key, color, title, label in (
         (times, "ratios", BLUE, "Time per epoch, relative to plain", lambda row: f"{row['seconds']:.3g} s"),
         (scores, "aucs", ORANGE, "Validation AUC", lambda row: f"{statistics.median(row['aucs']):.3f}"),
     ):
         for place, row in enumerate(rows):
             if row[key]:
-                axes.barh(place, statistics.median(row[key]), height=0.62, color=colour, alpha=0.75)
+                axes.barh(place, statistics.median(row[key]), height=0.62, color=color, alpha=0.75)
                 axes.plot(row[key], [place] * len(row[key]), "o", color=INK, markersize=3)
                 axes.annotate(
                     label(row), (max(row[key]), place), (6, 0), textcoords="offset points", va="center", color=GREY,

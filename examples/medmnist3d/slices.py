@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 __all__ = ["SliceImages", "slice_image"]
 
-RIGHT, WRONG = (0.0, 0.62, 0.45), (0.84, 0.37, 0.0)  # green and red that colour-blind readers can tell apart
+RIGHT, WRONG = (0.0, 0.62, 0.45), (0.84, 0.37, 0.0)  # green and red that color-blind readers can tell apart
 
 
 def slice_image(volumes: Tensor, labels: Tensor, probabilities: Tensor) -> Tensor:
@@ -35,11 +35,11 @@ def slice_image(volumes: Tensor, labels: Tensor, probabilities: Tensor) -> Tenso
         middles = [grey.select(axis, grey.shape[axis] // 2) for axis in range(3)]
         square = [pad(m, (0, side - m.shape[1], 0, side - m.shape[0])) for m in middles]
         row = pad(torch.cat(square, dim=1).expand(3, -1, -1), (2, 2, 2, 2))
-        colour = RIGHT if bool(probability > 0.5) == bool(label) else WRONG
+        color = RIGHT if bool(probability > 0.5) == bool(label) else WRONG
         frame = torch.ones_like(row[0], dtype=torch.bool)
         frame[2:-2, 2:-2] = False
         certainty = 2 * abs(float(probability) - 0.5)
-        rows.append(torch.where(frame, torch.tensor(colour)[:, None, None] * (0.3 + 0.7 * certainty), row))
+        rows.append(torch.where(frame, torch.tensor(color)[:, None, None] * (0.3 + 0.7 * certainty), row))
     return torch.cat(rows, dim=1)
 
 

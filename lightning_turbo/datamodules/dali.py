@@ -1,4 +1,4 @@
-"""``DALIDataModule``: feed a Trainer from DALI pipelines."""
+"""``DALIDataModule``: feeds a Trainer from DALI pipelines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_turbo.data.dali import DALILoader, DynamicPipeline, ImageFolder
 
 __all__ = ["DALIDataModule"]
 
-# jsonargparse takes the first type that fits. Any stands for os.PathLike, which would take every value.
+# jsonargparse takes the first type that fits. Any stands for os.PathLike, which would accept every value.
 Source = ImageFolder | DynamicPipeline | DALILoader | DataLoader[Any] | Callable[..., Any] | str | Any
 
 # Lightning's stages, and the loaders that each of them uses.
@@ -25,17 +25,17 @@ LOADERS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pr
 class DALIDataModule(LightningDataModule):
     """Load training, validation, test and prediction batches with DALI.
 
-    A stage has one source, which is one of:
+    Each stage has one source:
 
-    * a folder of images, read by ``ImageFolder`` with the augmentation of the training for ``train``, as for
-      evaluation otherwise, and without labels for ``predict``;
+    * a folder of images, read with ``ImageFolder``: with training augmentation for ``train``, without labels for
+    ``predict``, and as for evaluation otherwise;
     * an ``ImageFolder``, a ``DynamicPipeline``, or a function decorated with DALI's ``pipeline_def``;
-    * a ``DALILoader`` with its own settings, or another loader, such as a torch ``DataLoader``, which the Trainer gets
-      unchanged. For several loaders, override the hook of the stage.
+    * a ``DALILoader`` with its own settings, or any other loader, such as a torch ``DataLoader``, which the Trainer
+    gets unchanged. For several loaders, override the hook of the stage.
 
-    ``setup`` builds the pipelines on each rank: on the CPU if the Trainer runs there, else on the GPU of the rank, with
-    the shard that the strategy assigns. ``teardown`` releases them. Each checkpoint holds the state of the training
-    loader, so that a run resumes at the next batch.
+    ``setup`` builds the pipelines on each rank, on the CPU if the Trainer runs there and otherwise on the rank's GPU,
+    with the shard that the strategy assigns. ``teardown`` releases them. Each checkpoint holds the state of the
+    training loader, so that a run resumes at the next batch.
 
     Args:
         train: Source of the training batches.
@@ -43,16 +43,16 @@ class DALIDataModule(LightningDataModule):
         test: Source of the test batches.
         predict: Source of the batches to predict.
         batch_size: Samples per batch and rank, at least 1.
-        drop_last: Whether training leaves out the samples that do not fill a batch. The other sources never do.
-        classes: Class names in the order of their labels, for sources that are folders. Default: the folders of
-            ``train``, also for a validation set that lacks one of them.
-        images: Further arguments of ``ImageFolder``, for sources that are folders.
-        options: Further arguments of each ``DALILoader``, such as ``num_threads`` or ``seed``.
+        drop_last: Whether training drops the samples that do not fill a batch. The other stages never drop samples.
+        classes: Class names in the order of their labels, for sources that are folders. Default: the subfolders of
+            ``train``, even for a validation set that lacks one of them.
+        images: Additional arguments of ``ImageFolder``, for sources that are folders.
+        options: Additional arguments of each ``DALILoader``, such as ``num_threads`` or ``seed``.
 
     Raises:
         MissingExtraError: If DALI is not installed.
-        TypeError: If a source is none of these.
-        ValueError: If there is no source, the classes of two sources differ, or an argument of a loader is wrong.
+        TypeError: If a source has another type.
+        ValueError: If there is no source, the classes of two sources differ, or an argument of a loader is invalid.
 
     Example:
         >>> data = DALIDataModule("images/train", "images/val", batch_size=64)  # doctest: +SKIP
@@ -83,17 +83,17 @@ class DALIDataModule(LightningDataModule):
         for name, source in sources.items():
             drops = drop_last and name == "train"
             self.loaders[name] = self._make_loader(name, source, classes, images or {}, drop_last=drops, **options)
-            # The first source that has classes gives them to those after it.
+            # The first source with classes determines those of the following ones.
             own = getattr(getattr(self.loaders[name], "pipeline", None), "classes", None)
             classes = classes or own
-            # A label would stand for another class.
+            # Otherwise a label would stand for another class.
             what = f"the classes {classes!r} of the other sources. Pass classes= to each ImageFolder"
             expect(not own or list(own) == list(classes or ()), name, own, what)
 
     def _make_loader(self, name: str, source: Any, classes: Any, images: Mapping[str, Any], **options: Any) -> Any:
         """Return the loader of one stage, or ``None``."""
         if source is None:
-            # Lightning skips a stage whose hook is None. A subclass may define the hook itself.
+            # Lightning skips a stage whose hook is None, but a subclass may define the hook itself.
             if getattr(type(self), f"{name}_dataloader") is getattr(DALIDataModule, f"{name}_dataloader"):
                 setattr(self, f"{name}_dataloader", None)
             return None
@@ -102,21 +102,21 @@ class DALIDataModule(LightningDataModule):
             source = ImageFolder(source, **{"train": name == "train", **kind, **images})
         if isinstance(source, (ImageFolder, DynamicPipeline)) or getattr(source, "_is_pipeline_def", False):
             source = DALILoader(source, **options)
-        # jsonargparse leaves a dictionary with class_path if it cannot create the object.
+        # If jsonargparse cannot create an object, it leaves a dictionary with class_path.
         loads = hasattr(source, "__iter__") and not isinstance(source, (Mapping, list, tuple))
         kinds = "a folder, an ImageFolder, a DynamicPipeline, a function decorated with pipeline_def, or a loader"
         expect(loads, name, source, f"{kinds} (in a config file, check class_path and init_args)", TypeError)
         return source
 
     def setup(self, stage: str) -> None:
-        """Build the pipelines of a stage for the device and the shard of this rank.
+        """Build the pipelines of a stage for the device and shard of this rank.
 
         Raises:
             ValueError: If the datamodule has no Trainer.
         """
         trainer: Any = self.trainer
-        expect(trainer, "trainer", trainer, "a Trainer, because it tells device and shard; use Trainer.fit")
-        # The shard of the data is not the rank if a strategy also splits the model.
+        expect(trainer, "trainer", trainer, "a Trainer, which determines device and shard; use Trainer.fit")
+        # The data shard differs from the rank if a strategy also splits the model.
         shard = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1})
         for loader in self._own(stage):
             loader.place(trainer.strategy.root_device, shard["rank"], shard["num_replicas"], trainer.num_devices)

@@ -1,4 +1,4 @@
-"""``PrefetchDataModule``: prefetching for every loader of a LightningDataModule, by inheritance."""
+"""``PrefetchDataModule``: prefetching for every loader of a LightningDataModule, through inheritance."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _ACCEPTED = (
 class PrefetchDataModule(LightningDataModule):
     """A ``LightningDataModule`` whose Trainer prepares the next batches in the background.
 
-    Inherit it in place of ``LightningDataModule``, or in front of a DataModule that is there
-    (``class Mine(PrefetchDataModule, Theirs)``). It does what the callback ``Prefetch`` does, with its arguments, for
-    the runs of this DataModule: a Trainer that is given it gets that callback, and the end of the run takes it away.
-    The ``*_dataloader`` methods return what they return, so that without a Trainer nothing is prefetched: there, use
-    ``PrefetchLoader``.
+    Inherit from it instead of ``LightningDataModule``, or put it before an existing DataModule (``class
+    Mine(PrefetchDataModule, Theirs)``). It does what the callback ``Prefetch`` does, with the same arguments, in runs
+    of this DataModule: a Trainer that gets the DataModule also gets that callback, until the end of the run. The
+    ``*_dataloader`` methods return their loaders unchanged, so nothing is prefetched without a Trainer; use
+    ``PrefetchLoader`` there.
 
     Args:
-        *args: For the class behind this one.
-        prefetch_batches: How many batches each loader keeps ready, 1 or more.
-        threads: How many threads load samples at the same time for each loader, 1 or more.
-        device_prefetch: Whether the next batches are copied ahead on a CUDA device.
+        *args: Arguments of the next class.
+        prefetch_batches: Number of batches each loader keeps ready, 1 or more.
+        threads: Number of threads that load samples concurrently for each loader, 1 or more.
+        device_prefetch: Whether to copy the next batches to a CUDA device ahead of time.
         device_transform: Called on each batch on the device, before ``on_after_batch_transfer``.
-        auto_workers: Whether the number of worker processes of each loader is found by measurement.
-        sample_seeds: A seed from which all random numbers of a sample follow.
+        auto_workers: Whether to measure the best number of worker processes of each loader.
+        sample_seeds: A seed that determines all random numbers of a sample.
         exact_resume: Whether to add ``ExactResume`` to the Trainer, so that a resumed run equals one that never
             stopped.
-        **kwargs: For the class behind this one.
+        **kwargs: Arguments of the next class.
 
     Raises:
-        TypeError: If an argument has a wrong type, or is unknown here and no DataModule is behind to take it.
+        TypeError: If an argument has the wrong type, or is unknown and there is no other DataModule to take it.
         ValueError: If an argument is out of range.
 
     Example:
@@ -76,17 +76,17 @@ class PrefetchDataModule(LightningDataModule):
         if kwargs.get("num_workers") == "auto":
             raise ValueError("num_workers: expected an integer, got 'auto'. Pass auto_workers=True instead.")
         alone = getattr(super().__init__, "__func__", None) is LightningDataModule.__init__
-        if alone and (args or kwargs):  # which it ignores, or fails on, depending on the version
+        if alone and (args or kwargs):  # ignored or an error, depending on the version
             given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
             raise TypeError(
-                f"{type(self).__name__} has no argument for {given}; expected are {', '.join(_ACCEPTED)}, by name, and "
-                "those of a DataModule behind it. Remove or rename what was passed."
+                f"{type(self).__name__} has no argument for {given}; expected {', '.join(_ACCEPTED)}, by name, and "
+                "the arguments of a DataModule after it. Remove or rename what was passed."
             )
-        super().__init__(*args, **kwargs)  # jsonargparse reads here which class takes the others
+        super().__init__(*args, **kwargs)  # jsonargparse finds the class of the other arguments here
 
     @classmethod
     def from_datasets(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a DataModule of datasets, as Lightning's method does; takes the arguments of this class as well."""
+        """Like Lightning's method, return a DataModule of datasets; also takes the arguments of this class."""
         theirs = inspect.signature(LightningDataModule.from_datasets).parameters
         given = {name: kwargs.pop(name) for name in [*kwargs] if name in theirs}
         datamodule = cls(**kwargs)
@@ -96,10 +96,10 @@ class PrefetchDataModule(LightningDataModule):
                 setattr(datamodule, name, method)
         return datamodule
 
-    # Lightning sets this attribute before it calls a hook, whichever of those a class in front of this one overrides.
+    # Lightning sets this attribute before it calls any hook, whichever hooks a subclass overrides.
     @property
     def trainer(self) -> Any:
-        """The Trainer that runs this DataModule, or ran it last. To set it adds the callback to it."""
+        """The Trainer that runs this DataModule or ran it last. Setting it adds the callback to the Trainer."""
         return vars(self).get("trainer")
 
     @trainer.setter
@@ -115,20 +115,20 @@ class PrefetchDataModule(LightningDataModule):
 
 
 class _OfDataModule(Prefetch):
-    """The callback of a DataModule. It leaves the Trainer with the run, whose next one may have another DataModule."""
+    """The callback of a DataModule. It leaves the Trainer after the run, because the next run may use another one."""
 
     def attach(self, trainer: Any) -> None:
-        """Add this callback before the others, of which a checkpoint has to be the last."""
+        """Add this callback before the others, because a checkpoint callback must come last."""
         if self not in trainer.callbacks:
             trainer.callbacks = [self, *trainer.callbacks]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave strategy and Trainer as they were."""
+        """Restore strategy and Trainer."""
         super().teardown(trainer, pl_module, stage)
         self._detach(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave strategy and Trainer as they were."""
+        """Restore strategy and Trainer."""
         super().on_exception(trainer, pl_module, exception)
         self._detach(trainer)
 

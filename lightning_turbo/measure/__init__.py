@@ -1,4 +1,4 @@
-"""Measuring in fresh processes that take turns: what the benchmarks and ``lightning-turbo tune`` share."""
+"""Interleaved measurement of fresh processes, shared by the benchmarks and ``lightning-turbo tune``."""
 
 from lightning_turbo._machine import count_cores
 from lightning_turbo.measure.ending import end_process

@@ -1,4 +1,4 @@
-"""Where something was measured: hardware, versions, commit."""
+"""Describes where something was measured: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VARIABLES = (
 
 
 def _cpuinfo(field: str) -> str | None:
-    """The first value of a field of /proc/cpuinfo, or ``None`` where the system has no such file or field."""
+    """Return the first value of a field of /proc/cpuinfo, or ``None`` if the file or field does not exist."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -40,13 +40,13 @@ def _cpuinfo(field: str) -> str | None:
 
 
 def computes_in_bfloat16() -> bool | None:
-    """Tell whether the CPU has instructions for bfloat16; ``None`` where that cannot be read."""
+    """Return whether the CPU has bfloat16 instructions; ``None`` if unknown."""
     flags = _cpuinfo("flags") or _cpuinfo("Features")
     return None if flags is None else bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
 
 
 def huge_pages() -> str | None:
-    """Return the kernel's rule for large pages, ``always``, ``madvise`` or ``never``; ``None`` where it has none."""
+    """Return the kernel's setting for huge pages, ``always``, ``madvise`` or ``never``; ``None`` if there is none."""
     try:
         rules = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -55,10 +55,10 @@ def huge_pages() -> str | None:
 
 
 class OtherLoad:
-    """How many cores other programs take, on Linux, from its making on.
+    """Measures how many cores other programs use, on Linux, from its creation on.
 
-    Of the time in which the machine's cores were busy, what this process and its children took is left out. Children
-    count once they have ended and were waited for, so that it is asked then.
+    It subtracts the time of this process and its children from the busy time of all cores. The system counts children
+    once they have ended and been waited for, so read the result then.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class OtherLoad:
         self._before = _busy_seconds()
 
     def cores(self) -> float | None:
-        """Return the mean number of cores, or ``None`` where the system does not tell."""
+        """Return the mean number of cores, or ``None`` if unknown."""
         now = _busy_seconds()
         passed = time.monotonic() - self._begun
         if now is None or self._before is None or passed <= 0:
@@ -75,7 +75,7 @@ class OtherLoad:
 
 
 def _busy_seconds() -> float | None:
-    """The seconds that all cores were busy since the machine began, without those of this process and its children."""
+    """Return the busy seconds of all cores since boot, without those of this process and its children."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     except OSError:
@@ -86,7 +86,7 @@ def _busy_seconds() -> float | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that the package runs from, ``+`` if it was edited; ``None`` outside of one."""
+    """Return the commit of the package's checkout, with ``+`` if it was edited; ``None`` outside a checkout."""
     folder = Path(__file__).parents[1]
 
     def git(*words: str) -> str:
@@ -95,7 +95,7 @@ def _commit() -> str | None:
         ).stdout.strip()
 
     try:
-        # An installed package may lie within the checkout of another project.
+        # An installed package may be inside the checkout of another project.
         if Path(git("rev-parse", "--show-toplevel")) != folder.parent:
             return None
         edited = git("status", "--porcelain", "--untracked-files=no", "--", str(folder))
@@ -105,7 +105,7 @@ def _commit() -> str | None:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return what a reader must know of the machine and the software to judge a number, in plain values."""
+    """Return the facts about machine and software that a reader needs to judge a number, as plain values."""
     facts: dict[str, Any] = {
         "system": platform.platform(),
         "python": platform.python_version(),

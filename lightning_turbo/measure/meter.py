@@ -1,4 +1,4 @@
-"""The meter: what the code that is measured calls after every step, in its own process."""
+"""``RoundTimer``: measured code calls it after every step, inside its own process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Meter"]
 
 
 class Meter:
-    """Counts steps, times rounds of them, and waits while other processes are measured.
+    """Counts steps, times rounds of steps, and waits while other processes are measured.
 
-    The measured process makes it before its work begins, and it is over when the program that measures says so. Between
-    rounds, and nowhere else, ``step`` waits for an order: whatever is timed runs without a word to anybody.
+    The measured process creates it before its work begins; it is over when the controlling program sends the order to
+    end. ``step`` waits for orders between rounds and nowhere else: nothing is communicated while a round is timed.
 
     Args:
-        ask: Sends an event to the program that measures and returns its next order.
-        device: Kind of device: ``"cpu"`` or ``"cuda"``.
-        warmup: Steps before the first round. All but one are done in this process's turn: beside other processes that
+        ask: Sends an event to the controlling program and returns its next order.
+        device: Device type: ``"cpu"`` or ``"cuda"``.
+        warmup: Steps before the first round. All but one run in this process's own turn: next to other processes that
             start, each with threads for every core, they can take a hundred times as long.
     """
 
@@ -32,63 +32,63 @@ class Meter:
         self.over = False
         self._ask = ask
         # Phases: "start" is one step; then, for each order, "lead", which is not measured, and "round"; or "border",
-        # which lasts until the measured code says that it is over.
-        # The first call of ``step`` ends a phase of its own: one step shows that the code runs, and what compiles or
-        # allocates at first does so while others start as well.
+        # which lasts until the measured code calls end_border(). The first call of ``step`` ends the start phase: one
+        # step shows that the code works, and first-time compilation and allocation happen while other processes also
+        # start.
         self._left = 1
         self._warmup = warmup - 1
         self._phase = "start"
         self._lead = 0
-        self.border = False  # whether the order is to go to the end of an epoch
-        self._seconds = 0.0  # of a round, where its steps are as many as fit, by the time of the lead
+        self.border = False  # whether the order is to run past the end of an epoch
+        self._seconds = 0.0  # duration of a round, if its number of steps follows from the lead
         self._steps = 0
         self._samples = 0
         self._start = 0.0
 
     def step(self, samples: int = 0) -> bool:
-        """Say that one step is done, and learn whether to do another.
+        """Report that a step is done, and return whether to do another one.
 
         Between rounds this call blocks until it is this process's turn.
 
         Args:
-            samples: Samples that the step consumed, for the throughput; 0 where it means nothing.
+            samples: Number of samples in the step, for the throughput; 0 if meaningless.
 
         Returns:
             Whether to do another step; after the first ``False``, clean up and return.
 
         Note:
-            Synchronises the device at the two ends of a round, and not in between. A process that waits keeps no
-            memory of the GPU that it does not use; the steps of the lead allocate it again.
+            Synchronizes the device at both ends of a round, but not in between. A waiting process releases GPU memory
+            that it does not use; the steps of the lead allocate it again.
         """
         self._samples += samples
         self._left -= 1
         return True if self._left > 0 else self._turn()
 
     def leave_out(self, seconds: float) -> None:
-        """Take a time that was part of no step, as that of a validation, out of the steps that are measured now."""
+        """Exclude time that belongs to no step, such as a validation, from the current measurement."""
         self._start += seconds
 
     def end_border(self) -> bool:
-        """Say that what the order ``"border"`` asks for is done: the end of an epoch and the begin of the next one.
+        """Report that the order ``"border"`` is done: an epoch has ended and the next one has begun.
 
         Returns:
-            Whether to do another step, as ``step``.
+            Whether to do another step, as in ``step``.
         """
         return self._turn()
 
     def _turn(self) -> bool:
-        """Close the phase that has run out of steps and open the next one."""
+        """Close the finished phase and open the next one."""
         if self.over:
             return False
         if self._phase == "lead":
-            # The steps of the lead, which are not measured, tell how many fit into the seconds of a round.
+            # The unmeasured steps of the lead show how many steps fit into the duration of a round.
             if self._seconds:
                 self.synchronise()
                 took = (time.perf_counter() - self._start) / self._lead
                 self._steps = max(1, round(self._seconds / took))
             self._open("round", self._steps)
             return True
-        # Before the clock is read: a device may still be at work on the steps that the host has queued.
+        # Before reading the clock, because the device may still be busy with queued steps.
         self.synchronise()
         event: dict[str, Any] = {"event": "border" if self.border else "ready"}
         self.border = False
@@ -96,7 +96,7 @@ class Meter:
             seconds = time.perf_counter() - self._start
             event = {"event": "round", "seconds": seconds, "steps": self._steps, "samples": self._samples}
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # all processes of a group are alive at the same time
+            torch.cuda.empty_cache()  # all processes of a group are alive at once
         order = self._ask(event)
         if order["order"] == "end":
             self.over = True
@@ -107,7 +107,7 @@ class Meter:
             return True
         self._steps = order["steps"]
         self._seconds = order.get("seconds", 0.0)
-        # What is left of the warm-up is done here, in this process's own turn.
+        # The rest of the warm-up runs now, in this process's own turn.
         self._lead = lead = max(order["lead"], self._warmup)
         self._warmup = 0
         self._open(*(("lead", lead) if lead > 0 else ("round", self._steps)))

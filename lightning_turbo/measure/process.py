@@ -1,4 +1,4 @@
-"""A process that is measured, as the program that measures sees it: started, asked, held still, ended."""
+"""A measured process, as seen by the controlling program: start, send orders, hold, end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CAN_HOLD", "Process", "ProcessError"]
 
 CAN_HOLD = hasattr(os, "killpg") and hasattr(signal, "SIGSTOP")  # not on Windows
 
-# The end of its input tells the guard that the process was closed, or that the program that measures died.
+# The end of its input tells the guard that the process was closed or that the controlling program died.
 GUARD = """
 import os, signal, sys
 sys.stdin.buffer.read()
@@ -31,24 +31,24 @@ except OSError:
 
 
 class ProcessError(Exception):
-    """The process died or did not answer in time; the text says which."""
+    """The process died or did not answer in time; the message says which."""
 
 
 class Process:
-    """A fresh Python process and the pipe to it, one JSON object a line in each direction.
+    """A fresh Python process and a pipe to it, with one JSON object per line in each direction.
 
-    It has a session of its own together with whatever it starts: Ctrl-C in the terminal does not reach it, and all of
-    it can be held still. A small second process, the guard, kills it when it is closed or when the program that
-    measures dies, even by SIGKILL while the process is held. It starts with this object and ends with ``close``, which
-    its owner calls whatever happens.
+    The process has its own session, together with everything it starts: Ctrl-C in the terminal does not reach it, and
+    all of it can be held. A small second process, the guard, kills the session when it is closed or when the
+    controlling program dies, even by SIGKILL while the process is held. The process starts with this object and ends
+    with ``close``, which the owner always calls.
 
     Args:
-        arguments: Of the Python interpreter, such as ``["-m", "package.worker"]``.
+        arguments: Arguments of the Python interpreter, such as ``["-m", "package.worker"]``.
         task: The first order.
-        log: File that takes what the process prints.
+        log: File for the output of the process.
         folder: Its working directory.
-        environment: Variables set on top of this process's own.
-        popen: Starts it, with the arguments of ``subprocess.Popen``.
+        environment: Variables to set in addition to this process's environment.
+        popen: Starts it; takes the arguments of ``subprocess.Popen``.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Process:
     ) -> None:
         self.log = log
         self._lines = queue.SimpleQueue[bytes]()
-        # It runs in another folder, where a relative entry, or the empty one, would name another place.
+        # The process runs in another folder, where relative entries (including the empty one) would mean other places.
         paths = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as errors:
@@ -75,26 +75,26 @@ class Process:
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
                 start_new_session=True,
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # of Windows, for the same
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # does the same on Windows
             )
-        # Windows can wait for a socket with a limit, but not for a pipe: a thread waits for the pipe.
+        # Windows supports timeouts for sockets but not for pipes, so a thread reads the pipe.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        # Isolated (-I, -S), so that it imports nothing of the project and starts in milliseconds.
+        # Isolated (-I, -S): it imports nothing of the project and starts in milliseconds.
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", GUARD, str(self._process.pid)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        # If it has ended already, ``listen`` says how: only with an object can the owner close the pipes and the guard.
+        # If the process has already ended, ``listen`` reports how. The owner needs the object to close pipes and guard.
         with contextlib.suppress(ProcessError):
             self.tell(task)
 
     def tell(self, order: Mapping[str, Any]) -> None:
-        """Send an order, waking the process if it is held.
+        """Send an order; wake the process if it is held.
 
         Raises:
-            ProcessError: If it is gone.
+            ProcessError: If the process is gone.
         """
         self.resume()
         assert self._process.stdin is not None
@@ -109,24 +109,24 @@ class Process:
 
         Args:
             timeout: Seconds after which the process counts as hung.
-            check: Called about five times a second; what it raises ends the waiting.
+            check: Called about five times per second; an exception that it raises ends the wait.
 
         Raises:
             ProcessError: If the process ends or hangs first.
         """
         deadline = time.monotonic() + timeout
         while True:
-            # An interruption is seen also while the process says nothing.
+            # Checked here too, so that an interruption is noticed while the process is silent.
             check()
             with contextlib.suppress(queue.Empty):
                 line = self._lines.get(timeout=0.2)
                 break
             if time.monotonic() > deadline:
                 raise ProcessError(f"no answer within {timeout:.0f} s")
-            # What it started may hold the pipe open after its end.
+            # Processes that it started may keep the pipe open after its end.
             if self._process.poll() is not None:
                 raise ProcessError(self._obituary())
-        if not line.endswith(b"\n"):  # the end of the pipe, within a line or after one
+        if not line.endswith(b"\n"):  # the pipe ended, possibly inside a line
             raise ProcessError(self._obituary())
         return json.loads(line)
 
@@ -138,27 +138,27 @@ class Process:
         self._lines.put(b"")
 
     def hold(self) -> None:
-        """Stop every thread and process of it until ``resume``; without ``CAN_HOLD``, do nothing."""
+        """Stop all its threads and processes until ``resume``; no effect without ``CAN_HOLD``."""
         self._signal("SIGSTOP")
 
     def resume(self) -> None:
-        """Let it run again if it is held."""
+        """Continue the process if it is held."""
         self._signal("SIGCONT")
 
     def _signal(self, name: str) -> None:
-        # A process that has ended has nothing to hold; ``listen`` says how it ended. Until it is waited for, macOS says
-        # that the signal is not permitted.
+        # A process that has ended cannot be held; ``listen`` reports how it ended. Until it is waited for, macOS
+        # reports that the signal is not permitted.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if CAN_HOLD:
                 os.killpg(self._process.pid, getattr(signal, name))
 
     def close(self, grace: float = 5.0) -> None:
-        """End the process and all that it started.
+        """End the process and everything that it started.
 
         Args:
-            grace: Seconds in which the process may end by itself.
+            grace: Seconds in which the process may exit by itself.
         """
-        # First of all: a process that is held would not see the end of its input.
+        # First, because a held process would not see the end of its input.
         self.resume()
         process = self._process
         guard = self._guard
@@ -170,7 +170,7 @@ class Process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace)
         finally:
-            # The guard kills the whole session, also where the process has ended before what it started.
+            # The guard kills the whole session, even if the process has ended before its children.
             guard.stdin.close()
             guard.wait()
             process.kill()
@@ -178,7 +178,7 @@ class Process:
             self._reader.join(5.0)
 
     def _obituary(self) -> str:
-        """How the process ended, with the last line of its log."""
+        """Return how the process ended, with the last line of its log."""
         try:
             code = self._process.wait(5.0)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""How far a run is: a bar with the remaining time in a terminal, plain lines elsewhere."""
+"""Shows progress: a bar with the remaining time on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Progress"]
 
 EVERY = 15.0  # seconds between two plain lines
 BAR = 30  # characters
-ERASE = "\r\x1b[K"  # back to the first column of a terminal, and empty the line
+ERASE = "\r\x1b[K"  # return to the first column of a terminal and clear the line
 
 
 class Progress:
-    """Shows on standard error how far a run is.
+    """Shows the progress of a run on standard error.
 
-    On a terminal the last line is drawn again with each ``show``: the time that passed, what is measured and, if there
-    is a deadline, a bar and the time left. Lines that stay are printed above it. Nothing is drawn between two calls, so
-    that no thread disturbs a measurement.
+    On a terminal, each ``show`` redraws the last line: the elapsed time, what is being measured and, with a deadline, a
+    bar and the remaining time. Permanent lines are printed above it. Nothing is drawn between calls, so that no thread
+    disturbs a measurement.
 
     Args:
-        deadline: When the measuring ends, on the clock of ``time.monotonic``; infinite if it is not known.
-        stream: Where to write; ``None`` takes standard error.
+        deadline: When the measurement ends, on the clock of ``time.monotonic``; infinite if unknown.
+        stream: The output stream; ``None`` means standard error.
     """
 
     def __init__(self, deadline: float = math.inf, stream: TextIO | None = None) -> None:
@@ -43,7 +43,7 @@ class Progress:
         self._erase()
 
     def show(self, text: str) -> None:
-        """Show what is measured now; elsewhere than on a terminal, in a line now and then."""
+        """Show what is being measured; if not on a terminal, print a line occasionally."""
         self._text = text
         if self._terminal:
             self._draw()
@@ -51,9 +51,9 @@ class Progress:
             self.say(self._describe())
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._said = time.monotonic()
-        # The changing line goes, this one takes its place, and the changing one comes back below.
+        # The changing line is cleared, this line takes its place, and the changing line is redrawn below.
         self._erase()
         self._stream.write(f"{text}\n")
         self._stream.flush()
@@ -64,14 +64,14 @@ class Progress:
         return f"{passed:.0f} s passed" + ("" if left == math.inf else f", {left:.0f} s left") + f": {self._text}"
 
     def _draw(self) -> None:
-        """Draw the last line of a terminal again."""
+        """Redraw the last line of a terminal."""
         if self._terminal:
             bar = ""
             whole = self._deadline - self._start
             if whole < math.inf:
                 share = min(1.0, (time.monotonic() - self._start) / whole)
                 bar = f"[{'#' * int(BAR * share):{BAR}}] "
-            # A line as wide as the terminal would go on in the next one, where it could not be erased.
+            # A line as wide as the terminal would wrap, and the wrapped part could not be cleared.
             line = (bar + self._describe())[: shutil.get_terminal_size().columns - 1]
             self._stream.write(f"{ERASE}{line}")
             self._stream.flush()

@@ -14,17 +14,17 @@ __all__ = ["markdown_table", "print_lines", "three_digits", "write_json"]
 
 
 def three_digits(value: float) -> str:
-    """Write a number with at least three digits and without an exponent."""
+    """Format a number with at least three digits and without an exponent."""
     decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
     return f"{value:.{decimals}f}"
 
 
 def write_json(results: Mapping[str, Any], path: Path) -> Path:
-    """Write a file of plain values, whole or not at all.
+    """Write plain values to a file, completely or not at all.
 
     Args:
-        results: What to write.
-        path: Where to; its folder is made if missing.
+        results: The values.
+        path: The file; its folder is created if missing.
 
     Returns:
         The path.
@@ -36,9 +36,9 @@ def write_json(results: Mapping[str, Any], path: Path) -> Path:
 
 
 def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, from the names of its columns and the cells of each line.
+    """Return the lines of a Markdown table with these column names and cells.
 
-    Its columns stand below one another, so that it reads well in a terminal too.
+    The columns are aligned, so that the table is readable on a terminal too.
     """
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (columns, ["---"] * len(columns), *lines)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -47,9 +47,9 @@ def markdown_table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> li
 
 
 def print_lines(*lines: str, stream: TextIO | None = None) -> None:
-    """Write lines to a stream, whatever letters that takes; ``None`` takes standard output."""
+    """Write lines to a stream, with escapes for what its encoding lacks; ``None`` means standard output."""
     target = sys.stdout if stream is None else stream
-    encoding = getattr(target, "encoding", None) or "utf-8"  # an object in its place may have none
+    encoding = getattr(target, "encoding", None) or "utf-8"  # a replacement of sys.stdout may have none
     text = "".join(f"{line}\n" for line in lines)
     target.write(text.encode(encoding, "backslashreplace").decode(encoding))
     target.flush()

@@ -1,4 +1,4 @@
-"""Ratios of times, process by process, and their interval, over the rows that ``Turns`` fills."""
+"""Ratios of times per process and their confidence interval, from the rows filled by ``InterleavedRounds``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 __all__ = ["interval_of", "log_quotients", "seconds_by_sweep"]
 
-# The 97.5 % quantile of Student's t for few degrees of freedom, where the series below is too coarse.
+# The 97.5 % quantile of Student's t for few degrees of freedom, where the series below is inaccurate.
 FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 def seconds_by_sweep(row: Mapping[str, Any]) -> dict[int, float]:
-    """Return the seconds of a step in each round of a row as ``Turns`` fills it, by the round's sweep."""
+    """Return the seconds per step in each round of a row, by the sweep of the round."""
     return {part["sweep"]: part["seconds"] / part["steps"] for part in row["rounds"]}
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, to 0.003 (Abramowitz and Stegun, 26.7.5)."""
+    """Return the 97.5 % quantile of Student's t, accurate to 0.003 (Abramowitz and Stegun, 26.7.5)."""
     if freedom in FEW:
         return FEW[freedom]
     z = statistics.NormalDist().inv_cdf(0.975)
@@ -36,19 +36,19 @@ def log_quotients(
     other: Mapping[str, Any],
     seconds_of: Callable[[Mapping[str, Any]], Mapping[int, float]] = seconds_by_sweep,
 ) -> list[float]:
-    """Return the mean logarithm of the ratio of two rows' times in each process that measured both.
+    """Return the mean logarithm of the ratio of two rows' times, for each process that measured both.
 
-    Rounds of one process share its luck, such as where its memory lies, so that only processes count as independent.
+    Rounds of one process share random effects such as its memory layout, so only processes count as independent.
 
     Args:
-        row: Above the line.
-        other: Below it.
-        seconds_of: Returns the times of a row, by the sweep of a round; by default those of a step.
+        row: The numerator.
+        other: The denominator.
+        seconds_of: Returns the times of a row by the sweep of the round; by default the seconds per step.
     """
     upper, lower = seconds_of(row), seconds_of(other)
     logs: dict[int, list[float]] = {}
     for part in row["rounds"]:
-        # Of a sweep that was broken off the other row may lack its round.
+        # After an interrupted sweep, the other row may lack its round.
         if lower.get(part["sweep"]):
             quotient = upper[part["sweep"]] / lower[part["sweep"]]
             logs.setdefault(part.get("process", 0), []).append(math.log(quotient))
@@ -56,10 +56,10 @@ def log_quotients(
 
 
 def interval_of(logs: Sequence[float], others: Sequence[float] = ()) -> tuple[float, float] | None:
-    """Return the 95 % interval of a ratio from its logarithm in each process, by Student's t; ``None`` of one.
+    """Return the 95 % confidence interval of a ratio from its logarithm in each process; ``None`` for one process.
 
-    With ``others`` it is the ratio of two things that were measured apart, from the logarithms of each: by Welch's
-    statistic with the smaller number of degrees of freedom, which is the wider interval.
+    It uses Student's t. With ``others``, it is the ratio of two quantities that were measured separately, from the
+    logarithms of each: Welch's statistic with the smaller number of degrees of freedom, which gives the wider interval.
     """
     samples = [logs, others] if others else [logs]
     if min(map(len, samples)) < 2:

@@ -1,4 +1,4 @@
-"""Turns: processes that are alive at the same time, and are measured one after another, one round each."""
+"""Interleaved rounds: processes that are alive at the same time and are measured one at a time, in rounds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_turbo.measure.progress import Progress
 
 __all__ = ["LATE", "UNENDED", "Interrupt", "InterruptedRunError", "Turns", "new_row"]
 
-# Seconds after which a process counts as hung.
+# A process that takes longer than this many seconds counts as hung.
 START_TIMEOUT = 300.0
 ROUND_TIMEOUT = 300.0  # the first one compiles
 END_TIMEOUT = 120.0
 END_TIMEOUT_INTERRUPTED = 20.0
 
-UNENDED = "interrupted"  # the status of a row until its process ends otherwise
+UNENDED = "interrupted"  # the status of a row until its process ends in another way
 LATE = "no time was left for it"
 
 
@@ -31,10 +31,10 @@ class InterruptedRunError(Exception):
 
 
 class Interrupt:
-    """Turns Ctrl-C and SIGTERM into a flag that is looked at between events; the second of them stops at once.
+    """Turns Ctrl-C and SIGTERM into a flag that is checked between events; a second signal stops at once.
 
     Args:
-        seconds: How long the measuring may take from now.
+        seconds: Time limit for the measurement, from now.
     """
 
     def __init__(self, seconds: float = math.inf) -> None:
@@ -43,11 +43,11 @@ class Interrupt:
 
     @property
     def left(self) -> float:
-        """Seconds until the time is up; below 0 after it."""
+        """Seconds until the time limit; negative after it."""
         return self.deadline - time.monotonic()
 
     def check(self) -> None:
-        """Leave the measuring if it was interrupted or the time is up.
+        """End the measurement if it was interrupted or the time is up.
 
         Raises:
             InterruptedRunError: If so.
@@ -62,7 +62,7 @@ class Interrupt:
 
     @contextmanager
     def caught(self) -> Iterator[Interrupt]:
-        """Catch both signals within the block; the handlers that were there before come back after it."""
+        """Catch both signals inside the block, and restore the previous handlers after it."""
         before = {number: signal.signal(number, self._press) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
@@ -72,25 +72,25 @@ class Interrupt:
 
 
 def new_row() -> dict[str, Any]:
-    """Return the row of something that is not measured yet: its state, its rounds, and what it returned."""
+    """Return the row of something that has not been measured: its status, rounds and results."""
     return {"status": UNENDED, "reason": "", "rounds": [], "numbers": {}, "peak_bytes": None}
 
 
 class Turns:
-    """Starts processes, lets each measure a round in turn while all others are held still, and ends them.
+    """Starts processes, lets each measure one round at a time while all others are held, and ends them.
 
-    ``run`` starts processes, and none of them is left when it returns or raises. While one measures, every other one is
+    ``run`` starts processes, and ends all of them before it returns or raises. While one measures, every other one is
     stopped by a signal; on a system without such a signal, each process measures all its rounds before the next one
-    starts. A process that fails takes itself out, with its reason in its row, and never the others.
+    starts. A process that fails drops out, with the reason in its row, without affecting the others.
 
     Args:
-        spawn: Starts the process of a name.
-        rows: The row of each name, as ``new_row`` makes it; rounds and results are written there.
+        spawn: Starts the process with a given name.
+        rows: The row of each name, from ``new_row``; rounds and results are stored there.
         interrupt: Whether to stop.
-        progress: Where to show how far it is.
-        title: What lines of the progress begin with.
-        at_once: Most processes that start at the same time.
-        save: Called after each sweep of rounds, when there is something new to keep.
+        progress: Where to show the progress.
+        title: Prefix of progress lines.
+        at_once: Largest number of processes that start at the same time.
+        save: Called after each sweep of rounds, to save the results so far.
     """
 
     def __init__(
@@ -126,22 +126,22 @@ class Turns:
         seconds: float = float("inf"),
         border: bool = False,
     ) -> None:
-        """Measure one fresh process of each name.
+        """Measure a fresh process for each name.
 
         Args:
-            names: Which; those that failed or were skipped before are left out.
-            order: ``steps`` of a round, and ``lead``: the steps before it that are not measured; with ``seconds``, a
-                round has as many steps as fit into these.
-            rounds: Rounds of each process.
-            number: Which process of its name this is, counted from 0; it is written into the rounds.
-            fewest: Rounds that are measured even beyond ``until``.
-            start_until: Time on the clock of ``time.monotonic`` after which no process is started any more.
+            names: The names; those that failed or were skipped before are left out.
+            order: The ``steps`` of a round, and ``lead``, the unmeasured steps before it; with ``seconds``, a round has
+                as many steps as fit into this time.
+            rounds: Number of rounds of each process.
+            number: Index of the process among those with its name, from 0; stored with the rounds.
+            fewest: Number of rounds that are measured even after ``until``.
+            start_until: Time on the clock of ``time.monotonic`` after which no process is started.
             until: Time after which no further sweep of rounds begins.
-            seconds: The same, in seconds after the start of the first round.
-            border: Whether each process goes to the end of an epoch and over it, after its rounds and in its turn.
+            seconds: The same, in seconds from the start of the first round.
+            border: Whether each process then runs past the end of an epoch, in its own turn.
 
         Raises:
-            InterruptedRunError: If the run was interrupted; what was measured is in the rows.
+            InterruptedRunError: If the run was interrupted; the rows hold what was measured.
         """
         able = [name for name in names if self.rows[name]["status"] in (UNENDED, "ok")]
         groups = [able] if CAN_HOLD else [[name] for name in able]
@@ -150,14 +150,14 @@ class Turns:
                 self._start(group, start_until)
                 now = time.monotonic()
                 left = len(groups) - position
-                # What is left of the time, in equal parts for the groups that are left; of seconds, for all groups.
+                # The remaining time is split equally among the remaining groups; ``seconds`` among all groups.
                 share = min((until - now) / left, seconds / len(groups))
                 self._measure(group, order, rounds, number, fewest, now + share)
                 for name in [each for each in group if border and each in self.alive]:
                     self._go_over_border(name)
                 self._finish(number, END_TIMEOUT)
         except InterruptedRunError:
-            # The rounds so far count only with what their process returns at its end, so that this much is waited for.
+            # The rounds so far only count with the results that a process returns at its end, so it is given some time.
             self._finish(number, END_TIMEOUT_INTERRUPTED)
             raise
         finally:
@@ -166,14 +166,14 @@ class Turns:
             self.alive.clear()
 
     def lose(self, name: str, status: str, reason: str) -> None:
-        """Take something out of the run, as ``"failed"`` or ``"skipped"``, and say why in its row."""
+        """Drop something from the run as ``"failed"`` or ``"skipped"``, and store the reason in its row."""
         self.rows[name].update(status=status, reason=reason)
         if name in self.alive:
             self.alive.pop(name).close()
         self._progress.say(f"{self._title}{name}: {status}: {reason}")
 
     def _event(self, name: str, timeout: float, check: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
-        """The next event of a process, or ``None`` if it is lost."""
+        """Return the next event of a process, or ``None`` if the process was dropped."""
         try:
             event = self.alive[name].listen(timeout, check)
         except ProcessError as error:
@@ -192,12 +192,12 @@ class Turns:
         return True
 
     def _start(self, names: Sequence[str], until: float) -> None:
-        """Bring each process behind its warm-up, a few at a time, and hold it there."""
+        """Run each process through its warm-up, a few at a time, and hold it there."""
         todo = list(names)
         waiting = list[str]()
         while todo or waiting:
             self._interrupt.check()
-            # Starts are slow and need no quiet, so that some go on beside one another; each is held as soon as it is
+            # Starts are slow and need no quiet machine, so several run at once; each process is held as soon as it is
             # ready.
             while todo and len(waiting) < self._at_once:
                 name = todo.pop(0)
@@ -218,12 +218,12 @@ class Turns:
     def _measure(
         self, names: Sequence[str], order: Mapping[str, float], rounds: int, number: int, fewest: int, until: float
     ) -> None:
-        """One round of each in turn, until there are enough or the time is up.
+        """Measure one round of each process in turn, until there are enough or the time is up.
 
-        Each sweep begins with another process, so that none always follows the same neighbour.
+        Each sweep begins with another process, so that a process does not always follow the same one.
         """
         begun = time.monotonic()
-        # Sweeps are numbered on from those of earlier processes: a ratio is taken of rounds of one sweep.
+        # Sweep numbers continue from earlier processes, because a ratio compares rounds of the same sweep.
         for sweep in range(rounds if self.alive else 0):
             first = sweep % max(len(names), 1)
             for name in [*names[first:], *names[:first]]:
@@ -233,16 +233,16 @@ class Turns:
                     self._interrupt.check()
             self._save()
             now = time.monotonic()
-            # A sweep that takes as long as those before took in the mean has to end in time.
+            # Stop if another sweep of average duration would not end in time.
             if sweep + 1 >= fewest and now + (now - begun) / (sweep + 1) > until:
                 break
 
     def _round(self, name: str, order: Mapping[str, float], sweep: int, number: int) -> None:
-        """Let one process measure a round."""
+        """Let one process measure one round."""
         if not self._tell(name, {"order": "round", **order}):
             return
-        # The first round of a process may compile for minutes. Any other is nearly over, and ends, because the numbers
-        # of a process that is broken off are lost.
+        # The first round of a process may compile for minutes, so it can be interrupted. Any other round is nearly over
+        # and runs to its end, because the results of an aborted process are lost.
         fresh = all(part["process"] != number for part in self.rows[name]["rounds"])
         event = self._event(name, ROUND_TIMEOUT, self._interrupt.check if fresh else lambda: None)
         if event is None:
@@ -255,7 +255,7 @@ class Turns:
         self.rows[name]["rounds"].append({"sweep": sweep, "process": number, **round_})
 
     def _go_over_border(self, name: str) -> None:
-        """Let one process go over the border of an epoch."""
+        """Let one process run past the end of an epoch."""
         self._progress.show(f"{self._title}{name}, end of an epoch")
         if not self._tell(name, {"order": "border"}):
             return
@@ -266,9 +266,10 @@ class Turns:
             self.alive[name].hold()
 
     def _finish(self, number: int, timeout: float) -> None:
-        """Let every process that has measured something return its numbers."""
+        """Let every process that has measured something return its results."""
         for name in list(self.alive):
-            # Without a round there is nothing to wait for. The others are all told before the first is waited for.
+            # Processes without a round have no results. All others are sent the order before the first one is waited
+            # for.
             if not any(part["process"] == number for part in self.rows[name]["rounds"]):
                 self.alive.pop(name).close(grace=0.0)
             else:

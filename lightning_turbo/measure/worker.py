@@ -1,7 +1,7 @@
-"""The inside of a measured process: the pipe to the program that measures, in lines of JSON.
+"""The inside of a measured process: a pipe to the controlling program, with lines of JSON.
 
-Orders come on standard input: first the task, then ``{"order": "round", ...}`` and ``{"order": "end"}``. Events go out
-on what was standard output; whatever the code prints goes to standard error, which is kept as a log.
+Orders arrive on standard input: first the task, then ``{"order": "round", ...}`` and ``{"order": "end"}``. Events are
+sent on the original standard output; whatever the code prints goes to standard error, which is kept as a log.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["Channel", "SkippedError", "limit_memory", "open_channel", "peak_byte
 STATUS = Path("/proc/self/status")
 MEMORY = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")
-LINE = 200  # characters of an error that a table shows; the log has the rest
+LINE = 200  # characters of an error shown in a table; the log has the rest
 
 
 class SkippedError(Exception):
-    """Raised by what cannot be measured here; its text is the reason that the report shows."""
+    """Something cannot be measured here; the message is the reason that the report shows."""
 
 
 class Channel:
-    """The two ends of the pipe.
+    """Both ends of the pipe.
 
     Args:
-        orders: One JSON object a line.
-        events: Where events go, one JSON object a line.
+        orders: One JSON object per line.
+        events: Where events go, one JSON object per line.
     """
 
     def __init__(self, orders: TextIO, events: TextIO) -> None:
@@ -52,25 +52,25 @@ class Channel:
         self.events.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Wait for an order; end the process if the program that measures is gone."""
+        """Wait for an order; end the process if the controlling program is gone."""
         line = self.orders.readline()
-        # The end of the pipe: nobody would ever read what goes on to be measured, and nothing of it is to be saved.
+        # The pipe has ended: nobody would read further results, and nothing may be saved.
         if not line:
             end_process(1)
         return json.loads(line)
 
     def ask(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Send an event and wait for the order that follows it."""
+        """Send an event and wait for the next order."""
         self.tell(event)
         return self.receive()
 
 
 def open_channel() -> Channel:
-    """Take over standard input and output of this process as the pipe; what is printed goes to standard error."""
-    # The pipe moves to descriptors of its own, so that whatever the program prints cannot break a line of it.
+    """Use standard input and output of this process as the pipe; printed output goes to standard error."""
+    # The pipe gets its own descriptors, so that output of the program cannot corrupt it.
     orders = os.fdopen(os.dup(0), "r")
     events = os.fdopen(os.dup(1), "w")
-    # A program that reads its standard input finds the end of it, and takes no order from the pipe.
+    # A program that reads standard input gets end-of-file and no orders.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -79,7 +79,7 @@ def open_channel() -> Channel:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON knows it: numbers that are not finite become ``None``."""
+    """Convert a value to JSON types: non-finite numbers become ``None``."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -91,13 +91,13 @@ def _plain(value: Any) -> Any:
 
 
 def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) -> None:
-    """Run what is measured, and report how it ended.
+    """Run the measured code, and report how it ended.
 
     Args:
-        channel: To the program that measures.
-        meter: Whose ``step`` is called by ``run``.
-        run: Returns numbers by name, or lists and dicts of them. A ``SkippedError`` or ``MissingExtraError`` says that
-            it cannot run here, any other error that it failed.
+        channel: The channel to the controlling program.
+        meter: The timer whose ``step`` is called by ``run``.
+        run: Returns numbers by name, or lists and dicts of them. A ``SkippedError`` or ``MissingExtraError`` means that
+            it cannot run here, any other exception that it failed.
     """
     try:
         numbers = _plain(run())
@@ -112,7 +112,7 @@ def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) 
 
 
 def _status(field: str) -> int | None:
-    """One size of /proc/self/status in bytes, or ``None`` where the system has no such file."""
+    """Return one size from /proc/self/status in bytes, or ``None`` if the file does not exist."""
     return _field(STATUS, field)
 
 
@@ -125,9 +125,9 @@ def _field(path: Path, field: str) -> int | None:
 
 
 def limit_memory(share: float) -> None:
-    """Let this process take no more than a share of the memory that is free; beyond it, torch raises an error.
+    """Limit this process to a share of the free memory; beyond it, torch raises an error.
 
-    On a CPU that is the size of its data, where the system tells: the kernel would not refuse memory, but kill.
+    On a CPU this limits the size of its data, if known, because the kernel would kill the process instead of raising.
     """
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -140,11 +140,11 @@ def limit_memory(share: float) -> None:
 
 
 def _free_bytes() -> int | None:
-    """The memory that is available in the machine, and in the control group of a container."""
+    """Return the memory that is available in the machine and in the container's control group."""
     free = [_field(MEMORY, "MemAvailable")]
-    with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit
+    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
         limit, taken = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        # Cached pages of files count as taken, and the kernel gives them up when memory is asked for.
+        # Cached file pages count as used, but the kernel frees them on demand.
         cached = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
         free.append(limit - taken + int(cached))
     return min((each for each in free if each is not None), default=None)
@@ -153,7 +153,7 @@ def _free_bytes() -> int | None:
 def peak_bytes(device: torch.device) -> int | None:
     """Return the largest number of bytes in use so far.
 
-    ``VmHWM`` is read on the CPU; ``ru_maxrss`` would start at the peak of the parent process.
+    On the CPU it reads ``VmHWM``, because ``ru_maxrss`` would start at the parent's peak.
 
     Returns:
         Bytes, or ``None`` on a CPU whose system has no ``/proc``.

@@ -1,4 +1,4 @@
-"""Changes to a network that do not change its results."""
+"""Changes to a network that keep its results."""
 
 from __future__ import annotations
 

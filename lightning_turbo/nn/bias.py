@@ -1,4 +1,4 @@
-"""Removal of the biases that a following norm cancels, found in the traced graph."""
+"""Removes biases that a following norm cancels, based on a traced graph."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class BiasReport:
-    """Result of ``drop_bias_before_norm``."""
+    """The result of ``drop_bias_before_norm``."""
 
     dropped: dict[str, str] = field(default_factory=dict)
-    """Convolution without its bias now -> the norm that cancels it."""
+    """Convolution whose bias was removed -> the norm that cancels it."""
     kept: dict[str, str] = field(default_factory=dict)
     """Convolution directly before a norm that keeps its bias -> the reason."""
     parameters: int = 0
@@ -49,32 +49,32 @@ def drop_bias_before_norm(module: nn.Module) -> BiasReport:
     """Remove the bias of each convolution directly before a batch or instance norm that cancels it.
 
     The norm subtracts the mean of each channel, and with it any bias. In training such a bias only costs memory, time
-    and bytes between ranks. This function subtracts the bias from the running mean of the norm, so that evaluation
-    gives the same results. It changes the module in place: call it before the optimizer is made.
+    and communication. This function subtracts the bias from the norm's running mean, so that evaluation gives the same
+    results. It changes the module in place: call it before creating the optimizer.
 
     Args:
         module: The network, in training mode. ``torch.fx`` traces a copy that shares its parameters, with the optional
             arguments of ``forward`` at their defaults. Submodules that cannot be traced keep their biases.
 
     Returns:
-        The dropped biases, and the biases that stay with the reason.
+        The removed biases, and the biases that are kept with the reasons.
 
     Raises:
         TypeError: If ``module`` is not a module.
         ValueError: If the ``forward`` of ``module`` itself cannot be traced.
 
     Warns:
-        NoEffectWarning: If there is no bias to drop.
+        NoEffectWarning: If there is no bias to remove.
 
     Note:
-        Training losses are the same up to rounding, and so is evaluation with plain SGD. With weight decay or Adam,
-        evaluation after training differs: these move the useless bias, and the running mean follows it with a lag.
+        Training losses are the same up to rounding, and with plain SGD so is evaluation. With weight decay or Adam,
+        evaluation after training differs, because these move the useless bias and the running mean follows with a lag.
 
-        A copy of the network, such as a momentum encoder, is not looked at: call this before the copy is made.
+        A copy of the network, such as a momentum encoder, is not changed: call this before making the copy.
 
-        Load a checkpoint with the biases before: the running means take them over. Loading it afterwards is an error.
-        Checkpoints of the changed network hold zeros in place of the biases, so that the original network can load
-        them, and the changed one.
+        Load a checkpoint that contains the biases before this call: the running means absorb them. Loading it
+        afterwards is an error. Checkpoints of the changed network contain zeros for the biases, so that both the
+        original and the changed network can load them.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -84,7 +84,7 @@ def drop_bias_before_norm(module: nn.Module) -> BiasReport:
     Source: Ioffe and Szegedy, Batch Normalization, 2015, section 3.2.
     """
     expect(isinstance(module, nn.Module), "module", module, "a torch.nn.Module", TypeError)
-    # Of the whole network before the first bias goes: an error leaves it as it was.
+    # Trace the whole network before removing the first bias, so that an error leaves the network unchanged.
     tracer = _trace(module)
     dropped, kept = _find_pairs(module, tracer)
     if not dropped:
@@ -93,7 +93,7 @@ def drop_bias_before_norm(module: nn.Module) -> BiasReport:
 
 
 class _Tracer(fx.Tracer):
-    """Trace through each module that can be traced, and record the others as one node each."""
+    """Trace into every module that can be traced, and record each other module as one node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class _Tracer(fx.Tracer):
         before = len(self.graph.nodes)
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception:  # a forward that reads values can raise any error
-            # What was recorded of the module before it failed goes; the module itself stands as one node in its place.
+        except Exception:  # a forward that reads values can raise any exception
+            # Remove what was recorded inside the module before it failed; one node stands for the module instead.
             for node in list(self.graph.nodes)[: before - 1 : -1]:
                 self.graph.erase_node(node)
             self.opaque.append(self.path_of_module(m))
@@ -114,13 +114,13 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(module: nn.Module) -> _Tracer:
-    """Trace a copy that shares the parameters, because tracing runs the side effects of ``forward``."""
+    """Trace a copy that shares the parameters, because tracing has the side effects of ``forward``."""
     tracer = _Tracer()
     try:
         with same_random_numbers():
             twin = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
             parameters = inspect.signature(twin.forward).parameters.values()
-            # A proxy in place of an optional argument would take branches that no caller takes.
+            # A proxy for an optional argument would take branches that no caller takes.
             defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
             tracer.graph = tracer.trace(twin, concrete_args=defaults)
     except Exception as error:
@@ -149,7 +149,7 @@ def _find_pairs(module: nn.Module, tracer: _Tracer) -> tuple[dict[str, str], dic
 
 
 def _find_norm(module: nn.Module, node: fx.Node) -> fx.Node | None:
-    """Return the call of the first norm that reads the output of a node."""
+    """Return the call of the first norm that uses the output of a node."""
     return next((user for user in node.users if type(_called_module(module, user)) in NORMS), None)
 
 
@@ -160,7 +160,7 @@ def _has_bias(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _called_module(module: nn.Module, node: fx.Node) -> nn.Module | None:
-    """Return the module that a node calls, or None for another operation."""
+    """Return the module that a node calls, or None for any other operation."""
     return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
@@ -184,8 +184,8 @@ def _reason_to_keep(
 
 
 def _shared_parts(module: nn.Module, tracer: _Tracer) -> set[int]:
-    """Return the ids of modules and biases with two owners, and of modules called twice or by an untraced module."""
-    # With every name of a module that has several: fx calls it by any of them.
+    """Return ids of modules and biases with two owners, and of modules called twice or by an untraced module."""
+    # Including all names of a module that has several, because fx may use any of them.
     names = dict(module.named_modules(remove_duplicate=False))
     biases = [getattr(part, "bias", None) for part in module.modules()]
     calls = [names.get(str(node.target)) for node in tracer.graph.nodes]
@@ -210,9 +210,9 @@ def _drop(module: nn.Module, layer_name: str, norm_name: str) -> int:
     bias = layer.bias
     mean = norm.running_mean
     if mean is not None:
-        # Evaluation subtracts the running mean, which held what the bias had added to every activation.
+        # Evaluation subtracts the running mean, which included the bias in every activation.
         mean.copy_(mean.float() - bias.to(mean.device, torch.float32))
-    # Hooks and not a new class: the layer keeps its type, by which others find it, and a copy keeps its hooks.
+    # With hooks instead of a new class, the layer keeps its type, which other code checks, and copies keep the hooks.
     layer.register_parameter("bias", None)
     layer.register_state_dict_post_hook(_write_zeros)
     layer.register_load_state_dict_pre_hook(_take_zeros)
@@ -223,19 +223,19 @@ def _take_zeros(
     layer: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any,
     errors: list[str],
 ) -> None:  # fmt: skip
-    """Accept the zeros that ``_write_zeros`` writes, and refuse the biases of a network that still has them."""
-    if layer.bias is not None:  # of another layer, which was fused with the norm
+    """Accept the zeros written by ``_write_zeros``, and reject the biases of a network that still has them."""
+    if layer.bias is not None:  # from another layer that was fused with the norm
         return
     bias = state.pop(f"{prefix}bias", None)
     if bias is not None and bias.any():
         errors.append(
-            f"{prefix}bias: expected zeros, because the network has no such bias any more, got other values. Load the "
+            f"{prefix}bias: expected zeros, because the network no longer has this bias, got other values. Load the "
             "checkpoint before drop_bias_before_norm, which moves its biases into the running means."
         )
 
 
 def _write_zeros(layer: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Write zeros for the bias into a state, so that the network as it is written can load it."""
+    """Write zeros for the bias into a state, so that the original network can load it."""
     weight = state.get(f"{prefix}weight")
     if weight is not None:
         state.setdefault(f"{prefix}bias", weight.new_zeros(layer.out_channels))

@@ -1,4 +1,4 @@
-"""Compilation of networks in place, for one run, which changes no key of a checkpoint."""
+"""Compiles networks in place for one run, without changing any key of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class CompileReport(NamedTuple):
-    """What torch compiled in this process."""
+    """What torch has compiled in this process."""
 
     graphs: int
     recompilations: dict[str, int]
-    """Function and reason of each recompilation -> how many times."""
+    """Function and reason of each recompilation -> count."""
     breaks: dict[str, int]
-    """Line and reason of each graph break -> how many times."""
+    """Line and reason of each graph break -> count."""
 
     def since(self, before: CompileReport) -> CompileReport:
         """Return what was compiled since an earlier report."""
@@ -42,7 +42,7 @@ class CompileReport(NamedTuple):
 
 
 def check_compile(how: Any) -> None:
-    """Refuse a value other than ``None`` that ``compiled_in_place`` does not accept."""
+    """Raise an error for a value other than ``None`` that ``compiled_in_place`` does not accept."""
     if how is None:
         return
     options = "None, 'network', 'blocks' or a dict of arguments for torch.compile"
@@ -56,18 +56,18 @@ def compiled_in_place(
 ) -> Iterator[list[nn.Module]]:
     """Compile the networks in a module in place, and undo it at the end.
 
-    Parameters, names and classes do not change, so that checkpoints equal those of a module that was not compiled.
+    Parameters, names and classes do not change, so checkpoints equal those of an uncompiled module.
 
     Args:
-        module: The module that holds the networks, such as a LightningModule. It is not compiled itself, because
-            Lightning calls its ``training_step`` and not its ``forward``.
-        how: ``"network"`` compiles each child with parameters; ``"blocks"`` compiles repeated blocks, such as the
+        module: The module that contains the networks, such as a LightningModule. It is not compiled itself, because
+            Lightning calls its ``training_step``, not its ``forward``.
+        how: ``"network"`` compiles each child with parameters. ``"blocks"`` compiles repeated blocks, such as the
             layers of a transformer, once for all of them, which starts faster. A dict holds arguments for
-            ``torch.compile``, and may hold ``"what"`` for one of the two.
-        say: Called at the end with a text that counts the recompilations and graph breaks, with lines and reasons.
+            ``torch.compile``, and optionally ``"what"`` for one of the two.
+        say: Called at the end with a text that counts recompilations and graph breaks, with lines and reasons.
 
     Yields:
-        The modules that were compiled here; those that are compiled already stay as they are.
+        The modules compiled here; modules that are already compiled stay as they are.
 
     Raises:
         ValueError: If there is nothing to compile.
@@ -80,7 +80,7 @@ def compiled_in_place(
         ['0.weight', '0.bias']
     """
     what, options = _split(how)
-    # What somebody else compiled stays theirs; it would be taken off at the end otherwise.
+    # Skip modules that were compiled by other code, because the end of the block would undo that.
     parts = [part for part in _find(module, what) if part._compiled_call_impl is None]
     codes: dict[Any, CodeType] = {}
     before = compile_counts()
@@ -90,7 +90,7 @@ def compiled_in_place(
         yield parts
     finally:
         for part in parts:
-            # torch has no public call that takes a compilation off.
+            # torch has no public method to undo compilation.
             part._compiled_call_impl = None
         if say is not None:
             say(f"compile={what!r}: {compile_counts().since(before)}.")
@@ -113,23 +113,23 @@ def _find(module: nn.Module, what: str) -> list[nn.Module]:
 
 
 def _compile(part: nn.Module, codes: dict[Any, CodeType], key: Any, options: dict[str, Any]) -> None:
-    """Do what ``nn.Module.compile`` does, for classes of torch too.
+    """Do what ``nn.Module.compile`` does, for torch's own classes too.
 
-    That method compiles nothing of ``nn.Sequential`` and other classes of torch (seen with 2.13): torch skips frames of
-    its own files, unless a frame of another file calls them.
+    That method has no effect on ``nn.Sequential`` and other torch classes (observed with torch 2.13), because torch
+    skips frames of its own files unless a frame of another file calls them.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return part._call_impl(*args, **kwargs)
 
-    # One code object for each class of blocks, or for each network: torch stores compilations by code object, so that
-    # blocks of one class are compiled once, and at most eight of each, so that networks must not share one.
+    # One code object per class of blocks, or per network. torch stores compilations by code object: blocks of one class
+    # must share one to be compiled once, and networks must not share one, because it holds at most eight.
     call.__code__ = codes.setdefault(key, call.__code__.replace())
     part._compiled_call_impl = torch.compile(call, **options)
 
 
 def _networks(module: nn.Module) -> list[nn.Module]:
-    """Return the children with parameters, and in place of a ModuleList or ModuleDict its children."""
+    """Return the children with parameters, replacing a ModuleList or ModuleDict with its children."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -140,7 +140,7 @@ def _networks(module: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules, no containers, that have children and whose class occurs more than once."""
+    """Return the outermost non-container modules that have children and whose class occurs more than once."""
     counts = Counter(map(type, filter(_is_block, module.modules())))
     return list(dict.fromkeys(_outermost(module, {kind for kind, count in counts.items() if count > 1})))
 
@@ -151,7 +151,7 @@ def _is_block(module: nn.Module) -> bool:
 
 def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
     for child in module.children():
-        # Not into a block that is compiled: its inner ones are part of its graph.
+        # Do not descend into a compiled block, because its inner blocks are part of its graph.
         if type(child) in kinds:
             yield child
         else:
@@ -159,8 +159,8 @@ def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
 
 
 def compile_counts() -> CompileReport:
-    """Return what torch has compiled in this process so far; it keeps about the last thousand reasons."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")  # torch imports it to compile, which takes a second
+    """Return what torch has compiled in this process so far; torch keeps about the last thousand reasons."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")  # imported when torch compiles; importing takes a second
     if utils is None:
         return CompileReport(0, {}, {})
     again = Counter(map(_describe, filter(_is_recompilation, utils.get_compilation_metrics())))
@@ -174,7 +174,7 @@ def _describe_break(reason: Any) -> str:
 
 
 def _is_recompilation(metrics: Any) -> bool:
-    """Whether this is not a function's first compilation; torch numbers them as 3/0, 3/1, 3/2."""
+    """Return whether this is not a function's first compilation; torch numbers them 3/0, 3/1, 3/2."""
     _, _, number = str(metrics.compile_id).partition("/")
     return number not in ("", "0")
 

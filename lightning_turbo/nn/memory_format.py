@@ -19,27 +19,27 @@ _NAMES: dict[Any, MemoryFormatName] = {
     "contiguous": "contiguous",
     torch.contiguous_format: "contiguous",
 }
-LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of the weight
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions of the weight
 
 
 def set_memory_format(module: nn.Module, memory_format: MemoryFormatName | torch.memory_format) -> int:
     """Convert the weights of 2D and 3D layers to a memory format, in place.
 
-    ``"channels_last"`` converts weights of four dimensions to ``torch.channels_last``, of five to
-    ``torch.channels_last_3d``. A convolution then returns the format of its weight for any format of its input. Values,
-    names and shapes do not change.
+    ``"channels_last"`` converts 4D weights to ``torch.channels_last`` and 5D weights to ``torch.channels_last_3d``. A
+    convolution then returns the format of its weight for any format of its input. Values, names and shapes do not
+    change.
 
     Args:
-        module: Any module, on any device. Call this before DDP wraps it.
-        memory_format: ``"channels_last"`` or ``"contiguous"``; torch's objects mean the same, those of channels last
-            for 2D and 3D alike.
+        module: Any module on any device. Call this before DDP wraps it.
+        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's objects; both channels-last objects apply to
+            2D and 3D.
 
     Returns:
-        The number of weights of four or five dimensions.
+        The number of 4D and 5D weights.
 
     Raises:
         TypeError: If ``module`` is not a module.
-        ValueError: If the format is another one.
+        ValueError: If the format is unknown.
 
     Example:
         >>> net = nn.Conv2d(3, 8, 3)
@@ -57,10 +57,10 @@ def set_memory_format(module: nn.Module, memory_format: MemoryFormatName | torch
 
 
 def format_name(memory_format: Any) -> MemoryFormatName:
-    """Return the name of a memory format, which may be torch's object.
+    """Return the name of a memory format given by name or as torch's object.
 
     Raises:
-        ValueError: If it is none of them; the message says which command measures them.
+        ValueError: If it is unknown; the message says which command compares the formats.
     """
     if not isinstance(memory_format, (str, torch.memory_format)) or memory_format not in _NAMES:
         raise ValueError(
@@ -71,13 +71,13 @@ def format_name(memory_format: Any) -> MemoryFormatName:
 
 
 def _convert(tensor: Tensor, memory_format: torch.memory_format) -> None:
-    # In .data, so that the parameter stays the object that optimizers and hooks know.
+    # Through .data, so that the parameter stays the object that optimizers and hooks refer to.
     tensor.data = tensor.data.contiguous(memory_format=memory_format)
-    # torch's fast optimizer steps want a parameter and its gradient in one order.
+    # torch's fast optimizer steps need a parameter and its gradient in the same format.
     if tensor.grad is not None:
         tensor.grad = tensor.grad.contiguous(memory_format=memory_format)
 
 
 def has_format(module: nn.Module) -> bool:
-    """Return whether a module has weights of four or five dimensions."""
+    """Return whether a module has 4D or 5D weights."""
     return any(parameter.ndim in LAST for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Techniques around the optimizer's step, for any torch loop."""
+"""Techniques around the optimizer step, for any torch loop."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from lightning_turbo._optional import require
 
 __all__ = ["lamb", "lars", "split_parameters"]
 
-NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # the first: batch and instance norm
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase covers batch and instance norm
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the trainable parameters into weights, and biases and norms.
+    """Split the trainable parameters into weights on the one hand, and biases and norms on the other.
 
-    Weight decay and trust ratio apply to weights only. The second list has the biases, the parameters of normalization
-    layers, and every other parameter of fewer than two dimensions. A shared parameter appears once.
+    Weight decay and trust ratio only apply to weights. The second list contains the biases, the parameters of
+    normalization layers, and every other parameter with fewer than two dimensions. A shared parameter appears once.
 
     Args:
         module: Any module.
@@ -44,7 +44,8 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
     split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            # A norm over several axes has parameters of as many dimensions, and some biases have them to broadcast.
+            # Norms over several axes have multi-dimensional parameters, and some biases have extra axes for
+            # broadcasting.
             is_weight = parameter.ndim >= 2 and name.rpartition(".")[2] != "bias" and id(parameter) not in in_norms
             split[0 if is_weight else 1].append(parameter)
     return split
@@ -58,8 +59,8 @@ def _parameters_of_norms(module: nn.Module) -> set[int]:
 def lars(module: nn.Module, lr: float, *, weight_decay: float = 1e-4, **settings: Any) -> Optimizer:
     """Build LARS: SGD with momentum that scales each layer's step by the norm of its weights.
 
-    A weight ``w`` with gradient ``g`` moves along ``trust_coefficient * |w| / (|g| + weight_decay * |w|)`` times
-    ``g + weight_decay * w``. Biases and normalization layers get plain SGD, without weight decay and trust ratio.
+    A weight ``w`` with gradient ``g`` moves along ``trust_coefficient * |w| / (|g| + weight_decay * |w|)`` times ``g +
+    weight_decay * w``. Biases and normalization layers use plain SGD, without weight decay and trust ratio.
 
     Args:
         module: Module with the parameters to optimize.
@@ -69,16 +70,16 @@ def lars(module: nn.Module, lr: float, *, weight_decay: float = 1e-4, **settings
             and ``nesterov`` (``False``).
 
     Returns:
-        ``pytorch_optimizer.LARS`` with one group of weights and one of biases and norms.
+        ``pytorch_optimizer.LARS`` with a group of weights and a group of biases and norms.
 
     Raises:
-        MissingExtraError: If the package pytorch_optimizer is absent.
+        MissingExtraError: If the package pytorch_optimizer is not installed.
         TypeError: If ``module`` is not a module.
-        ValueError: If a number is out of range, the module has no trainable parameter, or a normalization layer has
-            parameters of two or more dimensions, because the package would apply the trust ratio to them.
+        ValueError: If a number is out of range, the module has no trainable parameters, or a normalization layer has
+            parameters with two or more dimensions, because the package would apply the trust ratio to them.
 
     Note:
-        The step overwrites the gradients: read them before it.
+        The step overwrites the gradients: read them first.
 
     Example:
         >>> optimizer = lars(nn.Linear(4, 2), lr=1.0)
@@ -91,7 +92,7 @@ def lars(module: nn.Module, lr: float, *, weight_decay: float = 1e-4, **settings
     groups = [group for group in _make_groups(module, "lars", weight_decay) if group["params"]]
     if thick := [tuple(p.shape) for p in split_parameters(module)[1] if p.ndim > 1]:
         raise ValueError(
-            f"lars: expected biases and normalization layers with parameters of one dimension, got the shapes {thick}. "
+            f"lars: expected biases and normalization layers with one-dimensional parameters, got shapes {thick}. "
             "Use lamb, or normalization without elementwise weights."
         )
     from pytorch_optimizer import LARS
@@ -110,24 +111,23 @@ def lamb(
 ) -> Optimizer:
     """Build LAMB: Adam that scales each layer's step by the norm of its weights.
 
-    With Adam's step ``u = m / (sqrt(v) + eps) + weight_decay * w``, whose moments are corrected for their bias, a
-    weight moves by ``lr * |w| / |u| * u``. Biases and normalization layers move by ``lr * u``, without weight decay and
-    trust ratio.
+    With Adam's step ``u = m / (sqrt(v) + eps) + weight_decay * w``, whose moments are bias-corrected, a weight moves by
+    ``lr * |w| / |u| * u``. Biases and normalization layers move by ``lr * u``, without weight decay and trust ratio.
 
     Args:
         module: Module with the parameters to optimize.
         lr: Learning rate, above 0.
         weight_decay: Weight decay of the weights, at least 0.
-        betas: Decay of the averages of gradients and of their squares, each at least 0 and below 1.
-        eps: Added to the root of the second average, above 0.
-        max_grad_norm: Clips the norm of all gradients, for loops that do not; ``None`` does not clip.
+        betas: Decay rates of the averages of gradients and of their squares, each at least 0 and below 1.
+        eps: Added to the square root of the second average, above 0.
+        max_grad_norm: Clips the norm of all gradients, for loops that do not clip; ``None`` disables it.
 
     Returns:
-        An optimizer with one group of weights and one of biases and norms.
+        An optimizer with a group of weights and a group of biases and norms.
 
     Raises:
         TypeError: If ``module`` is not a module.
-        ValueError: If a number is out of range, or the module has no trainable parameter.
+        ValueError: If a number is out of range, or the module has no trainable parameters.
 
     Example:
         >>> optimizer = lamb(nn.Linear(4, 2), lr=0.01)
@@ -138,7 +138,7 @@ def lamb(
     """
     expect(is_number(lr) and lr > 0, "lr", lr, "a number above 0")
     expect(is_number(weight_decay) and weight_decay >= 0, "weight_decay", weight_decay, "a number of 0 or more")
-    expect(all(is_number(beta) and 0 <= beta < 1 for beta in betas), "betas", betas, "two numbers from 0 on, below 1")
+    expect(all(is_number(beta) and 0 <= beta < 1 for beta in betas), "betas", betas, "two numbers in [0, 1)")
     expect(is_number(eps) and eps > 0, "eps", eps, "a number above 0")
     clips = max_grad_norm is not None
     expect(not clips or max_grad_norm > 0, "max_grad_norm", max_grad_norm, "a number above 0, or None")
@@ -149,7 +149,7 @@ def lamb(
 
 
 class _Lamb(Optimizer):
-    """LAMB with the moments of each parameter in its state: ``step``, ``exp_avg`` and ``exp_avg_sq``, as Adam's."""
+    """LAMB with the state of Adam for each parameter: ``step``, ``exp_avg`` and ``exp_avg_sq``."""
 
     def __init__(self, groups: list[dict[str, Any]], settings: dict[str, Any], max_grad_norm: float | None) -> None:
         super().__init__(groups, settings)
@@ -157,7 +157,7 @@ class _Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step; returns what the closure returned."""
+        """Perform a step and return the result of the closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,7 +191,7 @@ class _Lamb(Optimizer):
         torch._foreach_lerp_(averages, grads, 1 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, grads, grads, value=1 - second)
-        # Both averages begin at zero; without the division, a bias would step up to 6 times as far as with Adam.
+        # Both averages start at zero; without the bias correction, a step could be up to 6 times as large as Adam's.
         roots = torch._foreach_sqrt(squares)
         torch._foreach_div_(roots, [math.sqrt(1 - second ** state["step"]) for state in states])
         torch._foreach_add_(roots, group["eps"])
@@ -205,17 +205,17 @@ class _Lamb(Optimizer):
 
 
 def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each weight over that of its update, and 1 where either is zero."""
+    """Return the ratio of each weight's norm to its update's, or 1 if either is zero."""
     norms = zip(torch._foreach_norm(params), torch._foreach_norm(updates), strict=True)
     return [torch.where((weight > 0) & (update > 0), weight / update, 1.0) for weight, update in norms]
 
 
 def _make_groups(module: nn.Module, used_by: str, weight_decay: float) -> list[dict[str, Any]]:
-    """Return a group of weights, and one of biases and norms; either may be empty."""
+    """Return a group of weights and a group of biases and norms; either may be empty."""
     weights, rest = split_parameters(module)
     if not weights and not rest:
         raise ValueError(
-            f"{used_by}: expected a module with trainable parameters, got {type(module).__name__} without. Set "
+            f"{used_by}: expected a module with trainable parameters, got {type(module).__name__} without any. Set "
             "requires_grad=True on some."
         )
     return [{"params": weights, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""Bounds of a cyclical learning rate from the loss curve of a range test."""
+"""Limits of a cyclical learning rate from the loss curve of a range test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LRRange", "propose_lr_range"]
 
 
 class LRRange(NamedTuple):
-    """Bounds that a range test proposes, and its loss curve."""
+    """The limits that a range test proposes, and its loss curve."""
 
     base_lr: float
     max_lr: float
@@ -21,18 +21,18 @@ class LRRange(NamedTuple):
 
 
 def propose_lr_range(lrs: Sequence[float], losses: Sequence[float]) -> LRRange:
-    """Propose the bounds of a cyclical learning rate from the loss curve of a range test.
+    """Propose the limits of a cyclical learning rate from the loss curve of a range test.
 
     The fall of the curve starts at its highest loss before the minimum and ends at the minimum. ``base_lr`` is the
-    learning rate after a tenth of the fall, ``max_lr`` the learning rate after nine tenths: before the curve flattens
+    learning rate after a tenth of the fall, ``max_lr`` the learning rate after nine tenths, before the curve flattens
     or rises.
 
     Args:
-        lrs: Learning rates in rising order, at least 5.
-        losses: Smoothed loss at each learning rate. Entries that are not finite are ignored.
+        lrs: Learning rates in ascending order, at least 5.
+        losses: Smoothed loss at each learning rate. Non-finite entries are ignored.
 
     Returns:
-        The two bounds and the curve.
+        The two limits and the curve.
 
     Raises:
         ValueError: If the curve has fewer than 5 finite points, or the loss never falls.
@@ -48,7 +48,7 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float]) -> LRRange:
     falling = _falling_part(curve)
     start = falling[0][1]
     fall = falling[0][1] - falling[-1][1]
-    if fall <= 1e-3 * abs(start):  # less is rounding of the running mean
+    if fall <= 1e-3 * abs(start):  # a smaller fall is rounding of the running mean
         raise ValueError(
             f"losses: expected a fall, got none below the start of {start:.4g} from lr={curve[0][0]:.3g} to "
             f"lr={curve[-1][0]:.3g}. Lower min_lr, or check the model."
@@ -62,7 +62,7 @@ def propose_lr_range(lrs: Sequence[float], losses: Sequence[float]) -> LRRange:
 
 
 def _finite_part(lrs: Sequence[float], losses: Sequence[float]) -> list[tuple[float, float]]:
-    expect(len(lrs) == len(losses), "losses", len(losses), f"as many as the {len(lrs)} learning rates")
+    expect(len(lrs) == len(losses), "losses", len(losses), f"one per learning rate, {len(lrs)}")
     curve = [(float(lr), float(loss)) for lr, loss in zip(lrs, losses, strict=True) if math.isfinite(loss)]
     expect(len(curve) >= 5, "losses", len(curve), "at least 5 finite ones")
     return curve
@@ -70,7 +70,7 @@ def _finite_part(lrs: Sequence[float], losses: Sequence[float]) -> list[tuple[fl
 
 def _falling_part(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the part of the curve from its highest loss before the minimum to the minimum."""
-    # Back from the minimum: the loss is highest after it, where the rate is too large.
+    # Searched backwards from the minimum, because after it the loss is highest: there the learning rate is too large.
     lowest = min(range(len(curve)), key=lambda index: curve[index][1])
     highest = max(range(lowest + 1), key=lambda index: curve[index][1])
     return curve[highest : lowest + 1]

@@ -1,4 +1,4 @@
-"""The factor of the learning rate for large batches."""
+"""The learning rate factor for large batches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["lr_factor"]
 
 
 def lr_factor(rule: Literal["linear", "sqrt"], batch_size: int, base_batch_size: int) -> float:
-    """Return the factor of the learning rate for a larger batch.
+    """Return the learning rate factor for a larger batch.
 
     Args:
         rule: ``"linear"``: ``batch_size / base_batch_size`` (for SGD); ``"sqrt"``: its square root (for Adam and LAMB).
-        batch_size: Samples per optimizer step, over all ranks, at least 1.
+        batch_size: Samples per optimizer step over all ranks, at least 1.
         base_batch_size: Samples per optimizer step for which the learning rate was tuned, at least 1.
 
     Raises:

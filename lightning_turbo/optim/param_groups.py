@@ -1,4 +1,4 @@
-"""Parameter groups with equal options become one, before the optimizer is made."""
+"""Merges parameter groups with equal options before the optimizer is created."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ NOT_OPTIONS = ("params", "param_names", "name")
 
 
 def merge_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return fewer parameter groups: those with equal options become one.
+    """Return fewer parameter groups by merging those with equal options.
 
-    The fused and foreach kernels of torch's optimizers take all parameters of a group at once. A group for each
-    parameter, as recipes with a learning rate that decays by layer make them, calls these kernels once a parameter.
+    The fused and foreach kernels of torch's optimizers process all parameters of a group at once. With one group per
+    parameter, as created by recipes for layer-wise learning rate decay, these kernels run once per parameter.
 
     Args:
-        groups: What the optimizer would be given: dictionaries with ``"params"`` (a tensor, or some tensors, or pairs
-            of a name and a tensor) and options. Options are equal if they are numbers, texts, truth values, ``None``,
-            or tuples and lists of these that are equal; anything else, as a learning rate in a tensor, has to be the
-            same object. A group that lacks an option is not equal to one that has it.
+        groups: The groups for the optimizer: dictionaries with ``"params"`` (a tensor, several tensors, or pairs of a
+            name and a tensor) and options. Options are equal if they are equal numbers, strings, bools, ``None``, or
+            tuples and lists of these; any other option, such as a learning rate in a tensor, must be the same object. A
+            group that lacks an option differs from one that has it.
 
     Returns:
-        New groups in the order in which their options come first. Their parameters keep their order, and
-        ``"param_names"`` theirs; ``"name"`` is that of the first group. What was given is not changed.
+        New groups in order of first occurrence. Parameters and ``"param_names"`` keep their order; ``"name"`` is that
+        of the first group. The arguments are not modified.
 
     Raises:
-        TypeError: If ``groups`` are not dictionaries with ``"params"``.
-        ValueError: If a parameter is in two groups.
+        TypeError: If ``groups`` contains anything but dictionaries with ``"params"``.
+        ValueError: If a parameter occurs in two groups.
 
     Note:
-        The weights are the same bit for bit with each optimizer whose update of a parameter looks at nothing else of
-        its group: ``SGD``, ``Adam``, ``AdamW``, ``Adamax``, ``NAdam``, ``RAdam``, ``Adagrad``, ``Adadelta``,
-        ``RMSprop``, ``Rprop`` and ``ASGD`` of torch. It is not so with ``LBFGS``, nor where a norm is taken over the
-        group. Schedules see fewer groups, with the same learning rates; a schedule with one value for each group needs
-        one for each merged one. A state of the optimizer from before has the groups from before: the card says how it
-        is taken over.
+        The weights are bitwise equal with every optimizer whose update of a parameter uses nothing else from its group:
+        torch's ``SGD``, ``Adam``, ``AdamW``, ``Adamax``, ``NAdam``, ``RAdam``, ``Adagrad``, ``Adadelta``, ``RMSprop``,
+        ``Rprop`` and ``ASGD``. This is not the case with ``LBFGS``, or if a norm is taken over the group. Schedulers
+        see fewer groups, with the same learning rates; a scheduler with one value per group needs one per merged group.
+        An optimizer state saved before merging has the old groups: the card says how to convert it.
 
     Example:
         >>> from torch import nn
@@ -72,13 +71,13 @@ def merge_param_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _tensor(param: Any) -> Any:
-    """Return the parameter itself of a pair of its name and it."""
+    """Return the parameter from a (name, parameter) pair, or the parameter itself."""
     return param[1] if isinstance(param, tuple) else param
 
 
 def _are_equal(merged: Mapping[str, Any], group: Mapping[str, Any], params: Sequence[Any]) -> bool:
-    """Tell whether a group can become a part of a merged one."""
-    named = [isinstance(each, tuple) for each in (*merged["params"][:1], *params[:1])]  # torch takes all or none
+    """Return whether a group can be added to a merged one."""
+    named = [isinstance(each, tuple) for each in (*merged["params"][:1], *params[:1])]  # torch: all or none
     options = [{key: value for key, value in each.items() if key not in NOT_OPTIONS} for each in (merged, group)]
     return (
         len(set(named)) < 2
@@ -94,5 +93,5 @@ def _is_equal(one: Any, two: Any) -> bool:
     if isinstance(one, (tuple, list)) and type(one) is type(two):
         return len(one) == len(two) and all(map(_is_equal, one, two))
     if isinstance(one, bool) or isinstance(two, bool):
-        return False  # True is 1 to Python, and something else to an optimizer
+        return False  # True equals 1 in Python, but not for an optimizer
     return isinstance(one, (int, float, str)) and isinstance(two, (int, float, str)) and one == two

@@ -1,4 +1,4 @@
-"""``Trainer(plugins=[ApexAMP("O1")])``: O0-O3 as a precision plugin of Lightning."""
+"""``Trainer(plugins=[ApexAMP("O1")])``: O0-O3 as a Lightning precision plugin."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ __all__ = ["ApexAMP"]
 class ApexAMP(Precision):
     """apex's O0-O3 for Lightning: ``Trainer(plugins=[ApexAMP("O1")])``.
 
-    O0 is float32, and O1 casts function by function. At O2 the module's parameters are float32 and what the optimizers
-    update; while the module, or a module in it, is called, half copies take their positions. At O3 the weights are
-    half while the Trainer runs. "half" is float16 on CUDA and bfloat16 elsewhere, or what ``dtype`` says. The
-    ``state_dict`` of the module is float32 at every level, so that a run can continue at another level.
+    O0 is float32, and O1 casts function by function. At O2 the module's parameters are float32, and the optimizer
+    updates them; during a call of the module or a submodule, half copies replace them. At O3 the weights are half while
+    the Trainer runs. "Half" is float16 on CUDA and bfloat16 elsewhere, unless ``dtype`` is given. The module's
+    ``state_dict`` is float32 at every level, so a run can resume at another level.
 
     Args:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
-        dtype: The half dtype, ``torch.float16`` or ``torch.bfloat16``, also as text (``"float16"``, ``"bf16"``).
-        loss_scale: apex's override: ``"dynamic"``, or a number above zero, also as text. By default dynamic at O1 and
-            O2 with float16, else 1.0.
-        keep_batchnorm_fp32: apex's override; also the texts ``"True"`` and ``"False"``. Not with O1.
-        master_weights: apex's override: whether weights stay float32 outside of calls. Not with O1.
-        cast_model_outputs: apex's override: dtype of what the network returns, also as text.
-        keep_fp32_modules: At O2 and O3: names of modules as in ``module.named_modules()``, or their classes. These
-            compute in float32, with all that is below them.
-        scaler: A loss scaler with limits of its own, in place of ``loss_scale``.
+        dtype: The half dtype, ``torch.float16`` or ``torch.bfloat16``, also as a string (``"float16"``, ``"bf16"``).
+        loss_scale: apex's override: ``"dynamic"`` or a number above zero, also as a string. Default: dynamic at O1 and
+            O2 with float16, otherwise 1.0.
+        keep_batchnorm_fp32: apex's override; also ``"True"`` and ``"False"``. Not with O1.
+        master_weights: apex's override: whether weights stay float32 outside calls. Not with O1.
+        cast_model_outputs: apex's override: dtype of the network's outputs, also as a string.
+        keep_fp32_modules: Names of modules as in ``module.named_modules()``, or classes, that compute in float32 at O2
+            and O3, together with their submodules.
+        scaler: A loss scaler with its own limits, instead of ``loss_scale``.
 
     Attributes:
-        scaler: What scales the losses.
+        scaler: The loss scaler.
 
     Raises:
-        AmpUsageError: If the level or an override is refused (a ``ValueError`` and a ``RuntimeError``).
-        TypeError: If a dtype is none, or ``scaler`` no ``ApexGradScaler``.
+        AmpUsageError: If the level or an override is invalid (a ``ValueError`` and a ``RuntimeError``).
+        TypeError: If a dtype is invalid, or ``scaler`` is not an ``ApexGradScaler``.
         NonFiniteError: If about 125 steps in a row are skipped; it names the first module with inf or NaN.
         LightningMismatchError: If the program uses the other import name of Lightning.
 
     Note:
-        The scale is settled once per optimizer step (``amp.scale_loss`` settles it once per backward pass). A skipped
-        step does not advance schedulers with ``interval="step"``. With a fused optimizer and no such scheduler no
-        step waits for a value from the device.
+        The scale is updated once per optimizer step (``amp.scale_loss`` updates it once per backward pass). A skipped
+        step does not advance schedulers with ``interval="step"``. With a fused optimizer and no such scheduler, no step
+        synchronizes with the device.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -81,9 +81,10 @@ class ApexAMP(Precision):
     __repr__ = repr_of_precision
     warns_of_open_window = True
 
-    # Lightning calls convert_module before it makes optimizers and connect afterwards; load_state_dict if it resumes;
-    # for each batch convert_input, then either optimizer_step, whose closure runs forward_context and backward, or,
-    # in manual optimization, all three where the module asks for them; and teardown, also after an error.
+    # Lightning calls convert_module before it creates optimizers, connect afterwards, and load_state_dict when it
+    # resumes. For each batch it calls convert_input, then either optimizer_step, whose closure runs forward_context and
+    # backward, or in manual optimization all three as the module requests. Finally it calls teardown, even after an
+    # error.
 
     def __init__(
         self,
@@ -112,8 +113,8 @@ class ApexAMP(Precision):
             "keep_fp32_modules": keep_fp32_modules,
         }
         self._guard = NonFiniteGuard()
-        # The device is known only when the Trainer sets up; what can be refused is refused here. Casts, and a scaler
-        # that was not given, are made again if it is of another kind.
+        # The device is unknown until the Trainer sets up, but arguments are checked here. Casts, and a default scaler,
+        # are created again if the device type differs.
         self._casts = LevelCasts(
             opt_level, device_type="cuda" if torch.cuda.is_available() else "cpu", **self._settings
         )
@@ -122,7 +123,7 @@ class ApexAMP(Precision):
 
     @property
     def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute
-        """Lightning's own name for the nearest of its precisions."""
+        """Lightning's name for the closest of its own precisions."""
         half = "bf16" if self.half_dtype is torch.bfloat16 else "16"
         return {"O0": "32-true", "O1": f"{half}-mixed"}.get(self.opt_level, f"{half}-true")
 
@@ -133,13 +134,13 @@ class ApexAMP(Precision):
 
     @property
     def loss_scale(self) -> float:
-        """The scale now; waits for the device if dynamic."""
+        """The current scale; synchronizes with the device if dynamic."""
         return self.scaler.get_scale()
 
-    # Setting up and giving back
+    # Set-up and teardown
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Let the module compute as the level says. Called by the strategy, before optimizers are made."""
+        """Make the module compute at the level. The strategy calls this before it creates optimizers."""
         device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
         if self._casts.device_type != device.type:
             self._casts = LevelCasts(self.opt_level, device_type=device.type, **self._settings)
@@ -157,7 +158,7 @@ class ApexAMP(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Attach the optimizers, and let schedulers wait on skipped steps."""
+        """Attach the optimizers, and make schedulers wait after skipped steps."""
         module: Any = model.module if isinstance(model, DistributedDataParallel) else model
         for optimizer in optimizers:
             self._attach(optimizer, module)
@@ -166,7 +167,7 @@ class ApexAMP(Precision):
         if optimizers:
             checkpoint = loaded_checkpoint(module.trainer)
             warn_of_open_window(module.trainer, checkpoint, self)
-            # The state of another precision plugin or of apex; Lightning hands over this plugin's own.
+            # The state of another precision plugin or of apex; Lightning itself only passes this plugin's own.
             state, _ = find_scaler_state(checkpoint)
             self.load_state_dict(state or {})
         if self.scaler.dynamic:
@@ -174,20 +175,20 @@ class ApexAMP(Precision):
         return model, optimizers, lr_schedulers
 
     def _attach(self, optimizer: Optimizer, module: Any) -> None:
-        """Begin with an optimizer: cast its state as the level needs it, and forget gradients of an earlier run."""
+        """Start with an optimizer: cast its state for the level, and forget gradients of an earlier run."""
         if optimizer in self._casts.optimizers:
             return
-        if self.scaler.dynamic and hasattr(optimizer, "first_step"):  # SAM and its kin
+        if self.scaler.dynamic and hasattr(optimizer, "first_step"):  # SAM and its variants
             raise MisconfigurationException(
-                f"ApexAMP({self.opt_level!r}): expected a fixed loss scale for {type(optimizer).__name__}, between "
-                "whose two steps an overflow cannot be skipped, got a dynamic one. Pass dtype=torch.bfloat16 or "
+                f"ApexAMP({self.opt_level!r}): expected a fixed loss scale for {type(optimizer).__name__}, because an "
+                "overflow between its two steps cannot be skipped, got a dynamic one. Pass dtype=torch.bfloat16 or "
                 "loss_scale=128.0."
             )
         self._casts.attach(optimizer, [module])
         self.scaler.state_of(optimizer).dropped()
 
     def teardown(self) -> None:
-        """Give module and optimizers back as they were."""
+        """Restore module and optimizers."""
         if self._casts.function_casts is not None:
             registration.restore_registered()
         self._guard.remove()
@@ -196,15 +197,15 @@ class ApexAMP(Precision):
     # A step
 
     def convert_input(self, data: Any) -> Any:
-        """At O0, bring floating tensors of a batch to float32, as apex brings the model's inputs.
+        """At O0, cast the floating-point tensors of a batch to float32, as apex casts the model's inputs.
 
-        Not if the module has float64 weights, which stay.
+        Modules with float64 weights keep their inputs.
         """
         dtype = self._casts.input_dtype
         return data if dtype is None else cast_floats(data, dtype)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the level's context of a forward pass, of any stage."""
+        """Return the level's context manager for a forward pass in any stage."""
         return self._casts.forward_context()
 
     train_step_context = forward_context  # type: ignore[assignment]  # Lightning's are generators
@@ -216,25 +217,25 @@ class ApexAMP(Precision):
             tensor: The loss, a scalar.
             model: The LightningModule.
             optimizer: Unused, as in Lightning's own plugins.
-            *args: For ``Tensor.backward``.
-            **kwargs: For ``Tensor.backward``.
+            *args: Arguments of ``Tensor.backward``.
+            **kwargs: Arguments of ``Tensor.backward``.
         """
         if not isinstance(model, LightningModule):
             raise AmpUsageError(
-                f"ApexAMP: expected a LightningModule that a Trainer trains, got a {type(model).__name__}. Without a "
-                "Trainer, with Fabric too, take lightning_turbo.amp."
+                f"ApexAMP: expected a LightningModule under a Trainer, got a {type(model).__name__}. Without a "
+                "Trainer, or with Fabric, use lightning_turbo.amp."
             )
-        # A program may have made new optimizers since the last pass.
+        # The program may have created new optimizers since the last pass.
         for each in model.trainer.optimizers:
             self._attach(each, model)
         trained = [each for each in model.trainer.optimizers if any(p.requires_grad for p in params_of(each))]
         if self.scaler.is_enabled() and not trained:
             raise MisconfigurationException(
-                f"ApexAMP({self.opt_level!r}): expected optimizers from configure_optimizers, whose gradients are "
-                "unscaled, got none. Return yours there, and get them by self.optimizers(); or pass loss_scale=1.0."
+                f"ApexAMP({self.opt_level!r}): expected optimizers from configure_optimizers, to unscale their "
+                "gradients, got none. Return yours there, and get them from self.optimizers(); or pass loss_scale=1.0."
             )
-        # In manual optimization each pass is unscaled at once, so that the user may look at the gradients; but not
-        # those that DDP does not average yet.
+        # In manual optimization each pass is unscaled at once, so that the user sees unscaled gradients, except for
+        # those that DDP has not averaged yet.
         averages = getattr(model.trainer.strategy.model, "require_backward_grad_sync", True)
         unscale = averages and not model.automatic_optimization
         with self.scaler.backward(trained, unscale=unscale), self._casts.backward_context():
@@ -247,14 +248,14 @@ class ApexAMP(Precision):
         super()._after_closure(model, optimizer)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, unscale, clip, then step or skip, and settle the scale.
+        """Run the closure, unscale, clip, step or skip, and update the scale.
 
         Returns:
-            What the optimizer's step returned, and for a skipped step what the closure did.
+            The result of the optimizer's step, or for a skipped step that of the closure.
         """
-        # Lightning's order. The closure runs forward and backward pass first, because only then there are gradients to
-        # unscale; hooks and clipping must see them unscaled; whether to skip was found while unscaling, for clipping
-        # would turn an inf into a number; and the scale moves last, because the gradients are of the old one.
+        # Lightning's order. The closure runs forward and backward first, because only then are there gradients to
+        # unscale. Hooks and clipping must see unscaled gradients. Overflow is detected while unscaling, because
+        # clipping would turn an inf into a number. The scale changes last, because the gradients belong to the old one.
         scaler = self.scaler
         self._attach(optimizer, model)
         if not scaler.is_enabled():
@@ -263,15 +264,15 @@ class ApexAMP(Precision):
             self._guard.after_step(scaler, optimizer, model)
             return result
         result = closure()
-        # In automatic optimization a step without "scaled" gradients has had no loss, as training_step may return None;
-        # for the last batch of a window too, whose others left gradients.
+        # In automatic optimization, a step without scaled gradients had no loss, because training_step may return None.
+        # This also holds for the last batch of a window whose other batches left gradients.
         state = scaler.state_of(optimizer)
         has_gradients = not model.automatic_optimization or state.stage is GradientStage.SCALED
         if has_gradients:
             scaler.prepare_step(optimizer)
         self._after_closure(model, optimizer)  # Lightning's: hooks, then clipping
         if not has_gradients:
-            state.dropped()  # so that no schedule waits
+            state.dropped()  # so that no scheduler waits
             return result
         output = scaler.step(optimizer, closure=_once(result, optimizer), **kwargs)
         scaler.settle()
@@ -282,41 +283,41 @@ class ApexAMP(Precision):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state in apex's format, and nothing of a run without a scale.
+        """Return the scaler's state in apex's format, or an empty dict without a scale.
 
-        Gradients of an accumulation window are not part of it.
+        Gradients of an accumulation window are not included.
         """
         return {"loss_scaler0": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state written by this plugin, at any level, or by apex.
+        """Load a state written by this plugin, at any level, or by apex.
 
-        A static scale stays what this run says.
+        A static scale keeps the value of this run.
         """
         if self.scaler.dynamic and "loss_scaler0" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler0"])
 
 
 def _dtype_of(argument: str, value: Any) -> Any:
-    """Return a dtype that may be given as text, as YAML gives it: ``"bf16"``, ``"float16"``, ``"torch.float16"``."""
+    """Return a dtype given as an object or a string, as in YAML: ``"bf16"``, ``"float16"``, ``"torch.float16"``."""
     if not isinstance(value, str):
         return value
     name = {"bf16": "bfloat16", "fp16": "float16"}.get(value, value)
     found = getattr(torch, name.removeprefix("torch."), None)
-    expect(isinstance(found, torch.dtype), argument, value, "a torch dtype, also as text, as 'bfloat16'", TypeError)
+    expect(isinstance(found, torch.dtype), argument, value, "a torch dtype or its name, such as 'bfloat16'", TypeError)
     return found
 
 
 def _once(result: Any, optimizer: Any) -> Callable[[], Any]:
-    """Return a closure for the step of an optimizer whose forward and backward pass are over; it may be run once."""
+    """Return a closure for an optimizer's step whose forward and backward pass have already run; it may run once."""
     results = [result]
 
     def closure() -> Any:
-        if not results:  # LBFGS and SAM would step again with the gradients of the first pass
+        if not results:  # LBFGS and SAM would step again with the first pass's gradients
             raise MisconfigurationException(
-                f"ApexAMP: expected an optimizer that runs its closure once a step, got {type(optimizer).__name__}, "
-                "whose later passes the loss scale would not follow. Take O0, dtype=torch.bfloat16, or its parts of a "
-                "step in manual optimization."
+                f"ApexAMP: expected an optimizer that runs its closure once per step, got {type(optimizer).__name__}, "
+                "whose further passes the loss scale would not follow. Use O0, dtype=torch.bfloat16, or manual "
+                "optimization with separate passes."
             )
         return results.pop()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer that are written whole or not at all."""
+"""Writes checkpoints of a Trainer completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ __all__ = ["AtomicCheckpointIO"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes each checkpoint whole or not at all: ``Trainer(plugins=[AtomicCheckpointIO()])``.
+    """Writes each checkpoint completely or not at all: ``Trainer(plugins=[AtomicCheckpointIO()])``.
 
-    Lightning writes into the system's temporary folder and moves the file. Where that folder lies on another disk than
-    the checkpoints, the move is a copy, and a process that is killed in the middle of it, or a disk that fills up,
-    leaves half a file in place of the last checkpoint. Here the file is written beside its place under a name of its
-    own, ``.NAME.MACHINE-NUMBER.partial``, brought to the disk (``fsync``), and then takes its place in one step. Runs
-    that save under one name at a time all succeed, and the last one counts.
+    Lightning writes into the system's temporary folder and moves the file. If that folder is on another disk than the
+    checkpoints, the move is a copy, and a kill in the middle of it or a full disk leaves half a file in place of the
+    last checkpoint. This plugin writes the file beside its destination under a temporary name,
+    ``.NAME.MACHINE-NUMBER.partial``, flushes it to disk (``fsync``), and then renames it in one step. If several runs
+    save under one name at the same time, all succeed and the last one wins.
 
-    The next checkpoint in a folder removes what killed processes of the same machine left of such files. Paths with a
-    protocol, as ``s3://``, are left to Lightning: object stores show a file when it is complete.
+    The next checkpoint in a folder removes temporary files that killed processes of the same machine left there. Paths
+    with a protocol, such as ``s3://``, are left to Lightning: object stores only show complete files.
 
     Args:
-        background: Write in a thread while training goes on. A save copies the checkpoint to memory of the host, which
-            is kept for the next one, pinned for tensors of a CUDA device; later work on the device's stream waits for
-            the copy, and the host does not. A save waits for the one before it, so that at most one is under way. Its
-            error is raised by the next save, or at the end of the run, which waits for it, as the end of the process
-            does. Files are removed after the saves before them, and stay if one of these fails. Saves outside of
-            epochs, as ``trainer.save_checkpoint`` after ``fit`` or its error, are written at once; so are all into a
-            folder that has a link to a file, as ``save_last="link"`` makes one: Lightning sets it before the thread is
-            done, and a kill would leave it without its file.
+        background: Write in a thread while training continues. A save copies the checkpoint to host memory, which is
+            reused by the next one and pinned for CUDA tensors. Later work on the device's stream waits for the copy;
+            the host does not. A save waits for the previous one, so at most one is in progress. An error is raised by
+            the next save or at the end of the run. The end of the run, or of the process, waits for the save. Files are
+            removed after the saves before them, and stay if one of these fails. Saves outside epochs, such as
+            ``trainer.save_checkpoint`` after ``fit`` or an error, are written at once. So are all saves into a folder
+            with a link to a file, as created by ``save_last="link"``: Lightning sets the link before the thread has
+            finished, and a kill would leave it dangling.
 
     Raises:
         LightningMismatchError: If the program uses the other import name of Lightning.
         TypeError: If ``background`` is not a bool.
 
     Note:
-        ``fsync`` waits for the disk. All else is as in Lightning's ``TorchCheckpointIO``, and so are the files; with
-        ``background`` their tensors are on the CPU.
+        ``fsync`` waits for the disk. Everything else, including the files, is as with Lightning's
+        ``TorchCheckpointIO``; with ``background``, the tensors in the files are on the CPU.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -61,23 +61,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         check_switches(background=background)
         self.background = background
         self._copier = HostCopier()
-        # One thread, from the first save in the background until ``teardown``; Python's exit waits for it too.
+        # One thread, from the first background save until ``teardown``; Python also waits for it on exit.
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None  # what it does last of all that it was given
-        # Batches at the first save after a teardown, -1 before that one, and None once a run has made others since.
+        self._last: Future[None] | None = None  # the last work queued for it
+        # Number of batches at the first save after a teardown; -1 before that save, None once a run has trained more
+        # batches.
         self._ended_at: int | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint; until it is complete, what was at its path stays there.
+        """Write a checkpoint. An existing file stays in place until the new one is complete.
 
         Args:
-            checkpoint: What ``torch.save`` takes.
-            path: Of the file; folders above it are made.
-            storage_options: As in Lightning: refused.
+            checkpoint: Anything that ``torch.save`` accepts.
+            path: Path of the file; parent folders are created.
+            storage_options: An error, as in Lightning.
 
         Raises:
-            OSError: If it cannot be written, for example because the disk is full; with ``background``, if the one
-                before it could not.
+            OSError: If the file cannot be written, for example because the disk is full; with ``background``, if the
+                previous one could not.
         """
         self._wait()
         if not self._may_wait(checkpoint, path, storage_options):
@@ -92,12 +93,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._then(write)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, after those that are being written."""
+        """Read a checkpoint, after those in progress are written."""
         self._wait()
         return super().load_checkpoint(*args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, once those that are being written are complete."""
+        """Remove a checkpoint, after those in progress are written."""
         remove = super().remove_checkpoint
         if self._last is None:
             remove(path)
@@ -105,7 +106,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self._then(lambda: remove(path))
 
     def teardown(self) -> None:
-        """End the thread, and raise its error, if it has one that nobody knows."""
+        """End the thread, and raise its error unless that was raised before."""
         try:
             self._wait()
         finally:
@@ -115,14 +116,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self._ended_at = -1
 
     def _may_wait(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> bool:
-        """Whether a file may be written while training goes on."""
+        """Return whether a file may be written while training continues."""
         in_background = self.background and storage_options is None and self._is_in_run(checkpoint)
         return in_background and not _has_links(Path(path).expanduser().parent)
 
     def _is_in_run(self, checkpoint: dict[str, Any]) -> bool:
-        """Whether a checkpoint is from within an epoch of a run that goes on; any other may be read at once.
+        """Return whether a checkpoint is from inside an epoch of a running fit; any other may be read at once.
 
-        An error leaves an epoch in its middle, so that after a teardown another run shows by its batches alone.
+        An error leaves an epoch unfinished, so after a teardown only the number of batches shows that another run has
+        begun.
         """
         if not _is_in_epoch(checkpoint):
             return False
@@ -134,12 +136,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return self._ended_at is None
 
     def _then(self, work: Callable[[], None]) -> None:
-        """Have the thread do some work after all that it was given, if nothing of that failed."""
+        """Queue work for the thread, to run after all previous work if none of that failed."""
         before = self._last
 
         def work_after() -> None:
             if before is not None:
-                before.result()  # raises the error of what was before, so that nothing after it is done
+                before.result()  # raises an earlier error, so that no later work runs
             work()
 
         if self._thread is None:
@@ -148,7 +150,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def _wait(self) -> None:
         if self._last is not None:
-            wait([self._last])  # an interrupt here leaves all as it is
+            wait([self._last])  # an interrupt here changes nothing
             last, self._last = self._last, None
             last.result()
 
@@ -167,25 +169,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise
             raise OSError(
                 cause.errno,
-                f"the checkpoint {str(target)!r} could not be written ({cause.strerror}); those written before are as "
-                "they were. Free space or give ModelCheckpoint another dirpath, and continue with ckpt_path='last'",
+                f"the checkpoint {str(target)!r} could not be written ({cause.strerror}); earlier ones are unchanged. "
+                "Free space or give ModelCheckpoint another dirpath, and resume with ckpt_path='last'",
             ) from error
 
 
 def _is_in_epoch(checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint is from within an epoch; who makes one before or after them all may read it at once."""
+    """Return whether a checkpoint is from inside an epoch; any other may be read at once."""
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs = fit["epoch_progress"]["current"] if "epoch_progress" in fit else {"ready": 0, "completed": 0}
     return epochs["ready"] > epochs["completed"]
 
 
 def _has_links(folder: Path) -> bool:
-    """Whether there are links in a folder, whole or broken; there are none in one that has yet to be made."""
+    """Return whether a folder contains links, valid or broken; ``False`` if the folder does not exist yet."""
     return folder.is_dir() and any(path.is_symlink() for path in folder.iterdir())
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The system's error behind an error: torch ends a file that it could not write with one of its own."""
+    """Return the system error behind an exception: torch raises its own if a file could not be written."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -1,4 +1,4 @@
-"""Ends a run whose every step overflows, and says where the first non-finite value came from."""
+"""Ends a run in which every step overflows, and reports where the first non-finite value occurred."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = ["NonFiniteError", "NonFiniteGuard"]
 
-LOOK_EVERY = 50  # steps, while all is well
-LIMIT = 25  # steps in a row that are looked at before a run ends, each of which has halved the scale
+LOOK_EVERY = 50  # steps between checks while all is well
+LIMIT = 25  # consecutive checked overflows that end a run; each has halved the scale
 
 
 class NonFiniteError(TurboError, RuntimeError):
@@ -28,35 +28,35 @@ class NonFiniteError(TurboError, RuntimeError):
 
 
 class NonFiniteGuard:
-    """Looks whether gradients are finite; once they are not it counts, and looks at the outputs of every module.
+    """Checks whether gradients are finite. After an overflow it counts, and checks the outputs of every module.
 
-    The plugin has one, asks it before and after each step, and ends it with ``remove``. No step waits for it while all
-    is well: at every 50th step the device sends a flag, which is read 50 steps later, when it has long arrived. If it
-    tells of an overflow, each step is looked at until one is finite, or 25 in a row are not.
+    The plugin owns one, calls it before and after each step, and ends it with ``remove``. No step waits for it while
+    all is well: at every 50th step the device sends a flag, which is read 50 steps later, long after its arrival. If
+    the flag reports an overflow, every step is checked until one is finite or 25 consecutive ones are not.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._sent: Tensor | None = None
-        self._found: Tensor | None = None  # before the step under way, where no scaler looks
+        self._found: Tensor | None = None  # from before the current step, if no scaler checks
         self._in_a_row = 0
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
         self._first: str | None = None
 
     def before_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> None:
-        """Look at gradients that no scaler looks at, before clipping and the step, which may change or release them."""
+        """Check gradients that no scaler checks, before clipping and the step, which may change or release them."""
         is_looked_at = self._handles or (self._steps + 1) % LOOK_EVERY == 0
         self._found = _found_inf(optimizer) if is_looked_at and not scaler.dynamic else None
 
     def after_step(self, scaler: ApexGradScaler, optimizer: Optimizer, module: Any) -> None:
-        """Look at what a step left.
+        """Check the state after a step.
 
         Raises:
-            NonFiniteError: If too many steps in a row were skipped; the message names the step and the first module
-                whose output, or else the first parameter whose gradient, was not finite.
+            NonFiniteError: If too many consecutive steps were skipped. The message names the step and the first module
+                whose output, or otherwise the first parameter whose gradient, was not finite.
 
         Warns:
-            TurboWarning: The same without a dynamic loss scale, where no step is skipped.
+            TurboWarning: The same without a dynamic loss scale, where steps are not skipped.
         """
         if self._handles:
             self._in_a_row += 1
@@ -66,11 +66,11 @@ class NonFiniteGuard:
                 self._tell(scaler.dynamic, module)
             return
         self._steps += 1
-        # The flag that was sent at the last look is read, and the next one is sent.
+        # Read the flag sent at the previous check, and send the next one.
         if self._steps % LOOK_EVERY == 0:
             if self._sent is not None and self._sent.item():
                 self._watch(module)
-            # From CUDA into pinned memory, without waiting.
+            # From CUDA into pinned memory, without synchronizing.
             self._sent = self._found_in_step(scaler, optimizer).to("cpu", non_blocking=True)
 
     def _found_in_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
@@ -81,8 +81,8 @@ class NonFiniteGuard:
     def _tell(self, skipped: bool, module: Any) -> None:
         what = "were skipped for" if skipped else "were made with"
         text = (
-            f"{LIMIT} and more optimizer steps in a row {what} inf or NaN in the gradients, the last at step "
-            f"{module.trainer.global_step}. First non-finite values: {self._where(module)}. Look at the loss, the data "
+            f"At least {LIMIT} consecutive optimizer steps {what} inf or NaN in the gradients, the last at step "
+            f"{module.trainer.global_step}. First non-finite values: {self._where(module)}. Check the loss, the data "
             "and the learning rate"
         )
         if skipped:
@@ -90,14 +90,14 @@ class NonFiniteGuard:
         rank_zero_warn(f"{text}.", category=TurboWarning)
 
     def _watch(self, module: nn.Module) -> None:
-        """Look at the output of each module from now on."""
+        """Check the output of each module from now on."""
         for name, part in module.named_modules():
             handle = part.register_forward_hook(functools.partial(self._look, name))
             add_run_hooks(part, handle)
             self._handles.append((part, handle))
 
     def remove(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         for part, handle in self._handles:
             remove_run_hooks(part, [handle])
         self._handles.clear()
@@ -109,7 +109,7 @@ class NonFiniteGuard:
             self._first = f"the output of module {name!r} ({type(module).__name__})"
 
     def _where(self, module: nn.Module) -> str:
-        """Return what was not finite first: an output, else a parameter, else the gradients alone."""
+        """Return what was first non-finite: an output, otherwise a parameter, otherwise only the gradients."""
         bad = (f"the parameter {name!r}" for name, param in module.named_parameters() if _is_bad(param))
         return self._first or next(bad, "no module's output: only the gradients overflow")
 
@@ -121,7 +121,7 @@ def _found_inf(optimizer: Optimizer) -> Tensor:
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    # torch has no isfinite for the other layouts, such as compressed rows.
+    # torch has no isfinite for other layouts, such as compressed rows.
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         return False
     numbers = numbers_of(tensor)

@@ -1,4 +1,4 @@
-"""``Trainer(plugins=[RealApexAMP("O1")])``: an installed NVIDIA apex as a precision plugin of Lightning."""
+"""``Trainer(plugins=[RealApexAMP("O1")])``: an installed NVIDIA apex as a Lightning precision plugin."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightning_turbo.errors import MissingExtraError
 __all__ = ["RealApexAMP", "import_apex_amp"]
 
 _ADVICE = (
-    "NVIDIA removed it after tag 25.05, and what `pip install apex` brings is another project. Build NVIDIA's apex at "
-    "tag 25.05 or older from https://github.com/NVIDIA/apex, or take ApexAMP, which needs no apex."
+    "NVIDIA removed it after tag 25.05, and `pip install apex` installs an unrelated project. Build NVIDIA's apex at "
+    "tag 25.05 or older from https://github.com/NVIDIA/apex, or use ApexAMP, which needs no apex."
 )
 
 
@@ -32,32 +32,32 @@ def import_apex_amp() -> Any:
     """Return the module ``apex.amp`` of NVIDIA's apex.
 
     Raises:
-        MissingExtraError: If no apex is installed, or one without ``amp``.
+        MissingExtraError: If apex is not installed or has no ``amp``.
     """
     try:
         amp = importlib.import_module("apex.amp")
-        amp.initialize  # noqa: B018  # absent from a namespace package of that name
+        amp.initialize  # noqa: B018  # missing in a namespace package of that name
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(f"RealApexAMP needs apex.amp of NVIDIA's apex: {error}. {_ADVICE}") from error
     return amp
 
 
 class RealApexAMP(Precision):
-    """NVIDIA apex itself does the casts, masters and scaling: ``Trainer(plugins=[RealApexAMP("O1")])``.
+    """Use NVIDIA apex itself for casts, master weights and scaling: ``Trainer(plugins=[RealApexAMP("O1")])``.
 
-    For comparisons with ``ApexAMP``, which needs no apex. The scale is settled once per backward pass, as in apex, and
-    apex's limits hold: one set-up in a process, no bfloat16, masters rounded to half at the start and not in
-    checkpoints, casts at the calls of the LightningModule itself (``self(x)``) only, patched functions of torch under
-    O1 to the end of the process. A checkpoint has the scaler's state under ``"RealApexAMP"``; either plugin goes on
-    from the other's.
+    Intended for comparisons with ``ApexAMP``, which needs no apex. The scale is updated once per backward pass, as in
+    apex, and apex's limits apply: one set-up per process, no bfloat16, master weights that are rounded to half at the
+    start and not part of checkpoints, casts only in calls of the LightningModule itself (``self(x)``), and, under O1,
+    patched torch functions until the process ends. A checkpoint has the scaler's state under ``"RealApexAMP"``; either
+    plugin can resume from the other's.
 
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
-        **settings: More arguments of ``apex.amp.initialize``, as ``loss_scale``, which checks them when training
-            begins.
+        **settings: Additional arguments of ``apex.amp.initialize``, such as ``loss_scale``. apex checks them when
+            training begins.
 
     Raises:
-        MissingExtraError: If no apex with ``apex.amp`` is installed.
+        MissingExtraError: If apex with ``apex.amp`` is not installed.
     """
 
     state_key = refuse_as_callback("plugins=[...]")
@@ -73,25 +73,25 @@ class RealApexAMP(Precision):
 
     @property
     def precision(self) -> str:  # type: ignore[override]  # Lightning's is a class attribute
-        """Lightning's own name for the nearest of its precisions."""
+        """Lightning's name for the closest of its own precisions."""
         return {"O0": "32-true", "O1": "16-mixed"}.get(self.opt_level, "16-true")
 
     @property
     def loss_scale(self) -> float:
-        """The scale now."""
+        """The current scale."""
         return float(self._amp.state_dict()["loss_scaler0"]["loss_scale"])
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Hand the module and its optimizers to ``apex.amp.initialize``."""
+        """Pass the module and its optimizers to ``apex.amp.initialize``."""
         if not optimizers:
             return model, optimizers, lr_schedulers
         wrapped = isinstance(model, DistributedDataParallel)
         if wrapped and self.opt_level in ("O2", "O3"):
             raise MisconfigurationException(
                 f"RealApexAMP with DistributedDataParallel: expected 'O0' or 'O1', got {self.opt_level!r}: Lightning "
-                "wraps the model before apex could cast its weights. Take ApexAMP."
+                "wraps the model before apex can cast its weights. Use ApexAMP."
             )
         module: Any = model.module if wrapped else model
         self._optimizers = list(optimizers)
@@ -103,7 +103,7 @@ class RealApexAMP(Precision):
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Scale the loss, run the backward pass and let apex unscale its gradients and settle the scale."""
+        """Scale the loss, run the backward pass, and let apex unscale the gradients and update the scale."""
         chosen = self._optimizers if optimizer is None else optimizer
         with self._amp.scale_loss(tensor, chosen) as scaled:
             model.backward(scaled, *args, **kwargs)
@@ -121,6 +121,6 @@ class RealApexAMP(Precision):
         return dict(self._amp.state_dict()) if self._optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the scaler's state, from ``ApexAMP`` too."""
+        """Load the scaler's state, saved by this plugin or by ``ApexAMP``."""
         if self._optimizers:
             self._amp.load_state_dict({k: v for k, v in state_dict.items() if k.startswith("loss_scaler")})

@@ -1,4 +1,4 @@
-"""Strategies for Lightning's Trainer, registered under the names ``"turbo"`` and ``"turbo_ddp"``."""
+"""Strategies for Lightning's Trainer, registered as ``"turbo"`` and ``"turbo_ddp"``."""
 
 from lightning_turbo.strategies.turbo import TurboStrategy
 from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy

@@ -1,8 +1,8 @@
-"""The lean step: Lightning 2.6's loop over the batches of an epoch, with direct calls of its hooks.
+"""The lean loop: Lightning 2.6's loop over the batches of an epoch, with direct calls of its hooks.
 
-Nothing is patched. ``install_lean`` sets subclasses of Lightning's classes on one Trainer for the length of a fit.
-What they may leave out is decided once, before the first batch, in ``plan_lean``. Each method names the method of
-Lightning that it follows.
+Nothing is patched. ``install_lean`` sets subclasses of Lightning's classes on one Trainer for the duration of a fit.
+``plan_lean`` decides once, before the first batch, what they may leave out. Each method names the Lightning method that
+it follows.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _AROUND_STEP = ("optimizer_step", "_wrap_closure", "_after_closure", "_clip_grad
 
 
 class LeanPlan(NamedTuple):
-    """What the lean step may leave out of a run, because nothing overrides it."""
+    """What the lean step may leave out of a run because nothing overrides it."""
 
-    transfer: bool  # the hooks around a batch's way to the device
-    batch_index: bool  # the index of the batch as an argument of `training_step`
-    zero_grad: bool  # the clearing of gradients that are all None
-    backward: bool  # what the precision plugin does before and after backward
-    step: bool  # what the precision plugin does around the optimizer's step
-    clip: bool  # the hook for clipping, while the Trainer has no value for it
+    transfer: bool  # the hooks around the transfer of a batch to the device
+    batch_index: bool  # the batch index as an argument of `training_step`
+    zero_grad: bool  # clearing gradients that are all None
+    backward: bool  # the precision plugin's work before and after backward
+    step: bool  # the precision plugin's work around the optimizer's step
+    clip: bool  # the hook for clipping, if the Trainer has no clipping value
 
 
 def plan_lean(trainer: Any) -> LeanPlan:
-    """Decide for a run what the lean step may leave out; methods that are replaced later in the run are not seen."""
+    """Decide what the lean step may leave out in a run; methods replaced later in the run are not noticed."""
     strategy, module, plugin = trainer.strategy, trainer.lightning_module, trainer.strategy.precision_plugin
     movers = [module] if trainer.datamodule is None else [module, trainer.datamodule]
     return LeanPlan(
@@ -73,9 +73,9 @@ def plan_lean(trainer: Any) -> LeanPlan:
 
 
 def _is_plain(plugin: Any, names: tuple[str, ...]) -> bool:
-    """Whether these methods of a precision plugin do no more than those of Lightning's base class.
+    """Return whether these methods of a precision plugin do no more than those of Lightning's base class.
 
-    Those of ``MixedPrecision`` do more only if there is a scaler.
+    Those of ``MixedPrecision`` only do more with a scaler.
     """
     unscaled = type(plugin) is MixedPrecision and plugin.scaler is None
     return inherits(plugin, MixedPrecision if unscaled else Precision, names)
@@ -89,20 +89,20 @@ def find_custom_loops(trainer: Any) -> list[str]:
 
 
 def is_unprofiled(trainer: Any) -> bool:
-    """Whether the Trainer's profiler is the one that does nothing."""
+    """Return whether the Trainer's profiler is the one that does nothing."""
     return type(trainer.profiler) is PassThroughProfiler
 
 
 def is_heard(trainer: Any) -> bool:
-    """Whether somebody, such as the Doctor, hears for a time what the Trainer's profiler is told."""
+    """Return whether something, such as the Doctor, is listening to the calls of the Trainer's profiler."""
     return "start" in vars(trainer.profiler)
 
 
 class InPlaceOf:
-    """An object that stands in the place of one of Lightning's for a fit.
+    """Replaces one of Lightning's objects for the duration of a fit.
 
-    Both have one ``__dict__``: what either counts, the other has counted, and a checkpoint holds no other names. So
-    these classes have no attributes of their own.
+    Both share one ``__dict__``: their counters are the same, and checkpoints contain the same names. So these classes
+    have no attributes of their own.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -110,15 +110,15 @@ class InPlaceOf:
 
 
 def install_lean(trainer: Any) -> Callable[[], None]:
-    """Replace the loop and the logger connector of a Trainer by lean ones.
+    """Replace the loop and the logger connector of a Trainer with lean ones.
 
     They call the hooks of a training step directly, and keep logged values as tensors until they are read.
 
     Args:
-        trainer: Its strategy is set up, its loops are Lightning's own, and none of them runs yet.
+        trainer: A Trainer whose strategy is set up and whose loops are Lightning's own and not running.
 
     Returns:
-        A function that undoes all of it; call it once.
+        A function that undoes the replacement; call it once.
     """
     undo = contextlib.ExitStack()
     loop = trainer.fit_loop.epoch_loop
@@ -156,7 +156,7 @@ def call_callbacks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
 
 
 def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a hook of the module or the strategy, unless it is ``None``; ``self.log`` needs its name.
+    """Call a hook of the module or the strategy, unless it is ``None``; ``self.log`` needs the hook's name.
 
     Follows ``call._call_lightning_module_hook`` and ``call._call_strategy_hook``.
     """
@@ -175,9 +175,9 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
     """The loop over the batches of an epoch, with direct calls."""
 
     def advance(self, data_fetcher: Any) -> None:
-        """Run a batch. Follows ``_TrainingEpochLoop.advance``, which runs itself where this does not know the batch.
+        """Run a batch. Follows ``_TrainingEpochLoop.advance``, and calls it in cases that this method does not cover.
 
-        That is after a resume, with ``dataloader_iter``, and under a profiler that was set in mid-run or is heard.
+        Those are a resumed epoch, ``dataloader_iter``, and a profiler that was set during the run or is listened to.
         """
         trainer = self.trainer
         if not is_unprofiled(trainer) or is_heard(trainer):
@@ -209,9 +209,9 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
         self._end_batch(trainer._logger_connector)
 
     def _advance_profiled(self, data_fetcher: Any) -> None:
-        """Run a batch by Lightning's own calls, each of which tells the profiler its name.
+        """Run a batch with Lightning's own calls, each of which reports its name to the profiler.
 
-        The Doctor hears these names until its report.
+        The Doctor listens to these names until its report.
         """
         strategy: Any = self.trainer.strategy
         lean = self.automatic_optimization, strategy.lean_plan
@@ -231,15 +231,15 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
             return call_hook(strategy, module, "batch_to_device", batch, dataloader_idx=0)
         device = strategy.root_device
         if type(batch) in (tuple, list) and all(type(x) is Tensor and x.device == device for x in batch):
-            return type(batch)(batch)  # a new container, as the move returns: a hook may change it
+            return type(batch)(batch)  # a new container, as returned by the move: a hook may change it
         return move_data_to_device(batch, device)
 
     def _begin_batch(self, connector: Any, batch: Any) -> None:
-        """Begin the logging of a batch. Follows ``_LoggerConnector.on_batch_start``.
+        """Start logging for a batch. Follows ``_LoggerConnector.on_batch_start``.
 
-        The connector's own methods look for the loop that runs whenever they need its results: seven times a batch.
+        The connector's own methods search for the running loop whenever they need its results: seven times per batch.
         """
-        # None, True, False, False: whether this is the first batch after a reset.
+        # The sequence None, True, False, False, ...: whether this is the first batch after a reset.
         connector._first_loop_iter = connector._first_loop_iter is None
         self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
 
@@ -270,7 +270,7 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
         return self.manual_optimization.run(kwargs), False
 
     def _end_batch(self, connector: Any) -> None:
-        """End the logging of a batch. Follows ``_LoggerConnector.on_batch_end`` and ``.update_train_step_metrics``."""
+        """End logging for a batch. Follows ``_LoggerConnector.on_batch_end`` and ``.update_train_step_metrics``."""
         results = self._results
         if results:  # something was logged
             metrics = results.metrics(on_step=True)
@@ -283,9 +283,9 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
             connector.update_train_step_metrics()
 
     def _may_log(self) -> bool:
-        """Whether values may be due for the loggers. Follows ``_LoggerConnector.should_update_logs``.
+        """Return whether values may be due for the loggers. Follows ``_LoggerConnector.should_update_logs``.
 
-        The connector decides, after a search for the loop that runs.
+        The connector makes the final decision, after searching for the running loop.
         """
         trainer: Any = self.trainer
         step = self._batches_that_stepped + 1
@@ -305,7 +305,7 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
         """Call the module's ``optimizer_step``. Follows ``_AutomaticOptimization._optimizer_step``."""
         trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
-        # Only a strategy that accumulates by itself is called in the middle of a window.
+        # Only a strategy that accumulates by itself is called inside a window.
         steps = not (strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate())
         progress = self.optim_progress.optimizer.step
         if steps:
@@ -317,7 +317,7 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
             progress.increment_completed()
 
     def _on_before_zero_grad(self, optimizer: Any) -> None:
-        """Call the hooks before the clearing. Follows ``_AutomaticOptimization._on_before_zero_grad``."""
+        """Call the hooks before clearing gradients. Follows ``_AutomaticOptimization._on_before_zero_grad``."""
         trainer, module = self.trainer, self.trainer.lightning_module
         progress = self.optim_progress.optimizer.zero_grad
         progress.increment_ready()
@@ -328,7 +328,7 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """Clear the gradients, if there are any. Follows ``_AutomaticOptimization._optimizer_zero_grad``."""
         trainer, module, plan = self.trainer, self.trainer.lightning_module, self._plan
-        # With release_gradients a window's first forward pass begins without any.
+        # With release_gradients, the first forward pass of a window starts without gradients.
         if not plan.zero_grad or any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         self.optim_progress.optimizer.zero_grad.increment_completed()
@@ -338,7 +338,7 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
         trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
         output = call_hook(strategy, module, "training_step", *kwargs.values())
         strategy.post_training_step()
-        # Lightning divides by accumulate_grad_batches, be it 1: a kernel, and a node of the graph.
+        # Lightning divides by accumulate_grad_batches even if it is 1: one more kernel, and a graph node.
         if type(output) is Tensor and trainer.accumulate_grad_batches == 1:
             return ClosureResult(output)
         if output is None and trainer.world_size > 1:
@@ -355,25 +355,25 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
 
 
 class LeanStrategy(Strategy):
-    """Base of the turbo strategies: while there is a ``lean_plan``, hooks are called without Lightning's wrappers.
+    """Base of the turbo strategies: with a ``lean_plan``, hooks are called without Lightning's wrappers.
 
-    It stands after Lightning's strategy among the bases, which defines none of these methods or calls super().
+    It comes after Lightning's strategy in the bases, which defines none of these methods or calls super().
 
     Attributes:
-        lean_plan: What the lean step leaves out; ``None`` outside of one.
+        lean_plan: What the lean step leaves out; ``None`` without the lean loop.
     """
 
     lean_plan: LeanPlan | None = None
 
     def on_train_start(self) -> None:
-        """Decide what the lean step leaves out; Lightning calls this after the hooks of callbacks and module."""
+        """Decide what the lean step leaves out. Lightning calls this after the hooks of callbacks and module."""
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
         if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
             self.lean_plan = plan_lean(trainer)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass between its hooks.
+        """Run the backward pass with its hooks.
 
         Follows ``Strategy.backward``, ``Precision.pre_backward`` and ``Precision.post_backward``.
         """
@@ -402,7 +402,7 @@ class LeanStrategy(Strategy):
         return optimizer.step(closure=wrapped, **kwargs)
 
     def _step_and_clip(self, module: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
-        """Run the closure, and clip. Follows ``Precision._wrap_closure`` and ``Precision._after_closure``."""
+        """Run the closure and clip. Follows ``Precision._wrap_closure`` and ``Precision._after_closure``."""
         result = closure()
         trainer, plan = module.trainer, self.lean_plan
         call_callbacks(trainer, module, "on_before_optimizer_step", optimizer)
@@ -421,11 +421,11 @@ class LeanStrategy(Strategy):
 
 
 class LeanMetric(ResultMetric):
-    """A logged value that is not moved to the device that it is on.
+    """A logged value that is not moved if it is already on the device.
 
     Attributes:
         settings: The arguments of the last ``self.log`` that Lightning checked.
-        device_of_all: The device of all its tensors, once they were moved.
+        device_of_all: The device of all its tensors, once they have been moved.
     """
 
     settings: dict[str, Any] | None = None
@@ -447,16 +447,16 @@ class LeanResults(InPlaceOf, ResultCollection):
         self.update(stock)
 
     def __setitem__(self, key: str, metric: Any) -> None:
-        # Lightning stores each new metric here, right after it has made it.
+        # Lightning stores each new metric here, right after creating it.
         super().__setitem__(key, LeanMetric(metric.meta, metric.is_tensor))
 
     def log(self, fx: str, name: str, value: Any, *, batch_size: int | None = None, **settings: Any) -> None:
-        """Take a value; settings that equal those of the last call are not checked again.
+        """Log a value; settings that equal those of the last call are not checked again.
 
         Follows ``_ResultCollection.log``.
         """
         if torch.compiler.is_compiling():
-            # This method again, outside of the graph, which torch.compile breaks here, as in Lightning.
+            # Calls this method again, outside the graph: torch.compile breaks the graph here, as in Lightning.
             self._log_uncompiled(fx, name, value, batch_size=batch_size, **settings)
             return
         key = f"{fx}.{name}"
@@ -494,16 +494,16 @@ class LeanResults(InPlaceOf, ResultCollection):
 
 
 class LeanLoggerConnector(InPlaceOf, LoggerConnector):
-    """The logger connector; values for the progress bar become numbers when somebody reads them."""
+    """The logger connector; values for the progress bar become numbers when they are read."""
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar, as numbers. Follows ``_LoggerConnector.progress_bar_metrics``."""
-        super().progress_bar_metrics  # noqa: B018  # it brings them up to date
+        super().progress_bar_metrics  # noqa: B018  # updates them
         return self.convert()
 
     def convert(self) -> dict[str, float]:
-        """Convert the values that are still tensors to numbers."""
+        """Convert the remaining tensors to numbers."""
         shown = self._progress_bar_metrics
         shown.update({name: value.item() for name, value in shown.items() if isinstance(value, Tensor)})
         return shown

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="turbo")``: Lightning's strategy for one device with the techniques around the step on."""
+"""``Trainer(strategy="turbo")``: Lightning's single-device strategy plus the techniques around the step."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class TurboParts(Strategy):
-    """The parts that both turbo strategies add to Lightning's; for the arguments see ``TurboStrategy``.
+    """The parts that both turbo strategies add to Lightning's; see ``TurboStrategy`` for the arguments.
 
-    They stand before Lightning's strategy among the bases, whose methods they extend; ``LeanStrategy`` stands after it.
+    They come before Lightning's strategy in the bases and extend its methods; ``LeanStrategy`` comes after it.
     """
 
     state_key = refuse_as_callback("strategy=...")
@@ -96,16 +96,16 @@ class TurboParts(Strategy):
         self._cleanup = ExitStack()  # undoes what a run changes
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, or a process that is spawned with it, has nothing to undo.
+        # A copy, or a spawned process, has nothing to undo.
         return {**super().__getstate__(), "_cleanup": ExitStack()}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The checkpoint IO, by default an ``AtomicCheckpointIO``, inside of a wrapper too."""
-        if self._checkpoint_io is None:  # not before it is needed: the Trainer refuses two
+        """The checkpoint IO, by default an ``AtomicCheckpointIO``, also inside a wrapper."""
+        if self._checkpoint_io is None:  # created on first use, because the Trainer refuses two
             self._checkpoint_io = AtomicCheckpointIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter: taken where there is none
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter keeps an existing one
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -119,10 +119,11 @@ class TurboParts(Strategy):
             attach_exact_resume(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, with the parts before and after."""
-        self._cleanup.close()  # after an error in on_exception Lightning calls no teardown
-        # The format is set before Lightning's setup, in which DDP lays its buckets out by the strides of the weights.
-        # The rest comes after it: a network is compiled on its device, and optimizers are made there.
+        """Set up like Lightning, with the added parts before and after."""
+        self._cleanup.close()  # Lightning calls no teardown after an error in on_exception
+        # The memory format is set before Lightning's setup, in which DDP arranges its buckets by the strides of the
+        # weights. The rest comes after it, because networks are compiled on their device and optimizers are created
+        # there.
         self._set_switches()
         if self.memory_format is not None:
             MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
@@ -159,7 +160,7 @@ class TurboParts(Strategy):
         self._cleanup.callback(release_before_forward(trainer))
 
     def _make_lean(self, trainer: Any) -> None:
-        """Install the lean parts where nothing prevents it; otherwise log the reason."""
+        """Install the lean parts if nothing prevents it; otherwise log the reason."""
         if self.lean is False:
             return
         if not supports_lean_loop():
@@ -175,16 +176,16 @@ class TurboParts(Strategy):
         """Apply a ``GradientAccumulationScheduler`` to the rest of a resumed epoch too."""
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
-        # The scheduler does so in on_train_epoch_start, which Lightning does not call within an epoch. Lightning calls
-        # this method after the callbacks' on_train_start, in which the scheduler refuses any value but 1.
+        # The scheduler does this in on_train_epoch_start, which Lightning does not call inside an epoch. Lightning
+        # calls this method after the callbacks' on_train_start, in which the scheduler accepts no value but 1.
         for callback in trainer.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader that copies its next batches ahead, where that helps."""
+        """Return a loader that copies its next batches ahead of time, if that helps."""
         loader: Any = super().process_dataloader(dataloader)
-        # DALI prefetches by itself, and reads its state by a collective call, which must not delay a batch.
+        # DALI prefetches by itself, and reading its state is a collective call, which must not delay a batch.
         if not self.device_prefetch or self.root_device.type != "cuda" or isinstance(loader, DALILoader):
             return loader
         if not isinstance(loader, DataLoader):
@@ -193,21 +194,21 @@ class TurboParts(Strategy):
         module: Any = self.lightning_module
         if hooks := hooks_before_transfer(module, getattr(module.trainer, "datamodule", None)):
             rank_zero_warn(
-                f"device_prefetch is off, because {' and '.join(hooks)} is overridden and must run just before its "
+                f"device_prefetch is off, because {' and '.join(hooks)} is overridden and must run right before its "
                 "batch is used. Override on_after_batch_transfer instead, or pass device_prefetch=False.",
                 category=NoEffectWarning,
             )
             return loader
-        # A transfer that the user gave a loader is kept, and is the loader's again after the run.
+        # A transfer that the user set on a loader is kept, and is the loader's again after the run.
         own = getattr(loader, "transfer", None)
-        transfer = DeviceTransfer(self.root_device) if own is None else None  # None: it keeps its own
+        transfer = DeviceTransfer(self.root_device) if own is None else None  # None keeps the loader's own
         prefetching = wrap_loader(loader, module.trainer, transfer=transfer)
-        # Weak, so that a loader that is replaced can end its workers.
+        # A weak reference, so that a replaced loader can end its workers.
         self._cleanup.callback(_release, ref(prefetching), own)
         return prefetching
 
     def teardown(self) -> None:
-        """Undo what ``setup`` changed in the process, the Trainer and the network, and end the prefetching."""
+        """Undo the changes of ``setup`` to the process, the Trainer and the network, and stop prefetching."""
         self._cleanup.close()
         super().teardown()
 
@@ -218,35 +219,35 @@ def _log(message: str) -> None:
 
 @contextmanager
 def _matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
-    """Set the precision of float32 matrix products, and put it back as torch's older and newer settings had it."""
-    # Newer torch has a setting for each backend, and reading the older one is an error where they were set alone.
+    """Set the precision of float32 matrix products, and restore torch's older and newer settings."""
+    # Newer torch has a setting per backend, and reading the older setting is an error if only those were set.
     modules = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     newer: Any = [module for module in modules if hasattr(module, "fp32_precision")]
     before = [module.fp32_precision for module in newer]
     try:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
-        older = "highest"  # as torch begins
+        older = "highest"  # torch's default
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(older)
         for module, value in zip(newer, before, strict=True):
-            # What was taken from the setting for all backends must follow that one again.
+            # A value inherited from the setting for all backends must follow that one again.
             module.fp32_precision = "none" if value == getattr(torch.backends, "fp32_precision", None) else value
 
 
 def _refuse_unknown(strategy: type, given: Iterable[str]) -> None:
-    """Raise an error that names the arguments that a strategy does not know, and those that it does.
+    """Raise an error for unknown arguments of a strategy, which also lists the known ones.
 
-    Lightning's DDP passes what it does not know to torch's, which would refuse it when the module is wrapped.
+    Lightning's DDP passes unknown arguments to torch's, which would only refuse them when it wraps the module.
     """
     owners = [base for base in strategy.__mro__ if "__init__" in vars(base)]
     if issubclass(strategy, DDPStrategy):
         owners.append(DistributedDataParallel)
     known = {name for owner in owners for name in inspect.signature(owner).parameters}
-    known -= {"args", "kwargs", "module", "device_ids"}  # Lightning gives the last two itself
+    known -= {"args", "kwargs", "module", "device_ids"}  # Lightning passes the last two itself
     for name in given:
         if name not in known:
             hint = suggest(name, known) or "."
@@ -256,7 +257,7 @@ def _refuse_unknown(strategy: type, given: Iterable[str]) -> None:
 
 
 class _OneDeviceStrategy(SingleDeviceStrategy):
-    """Lightning's strategy for one device, which refuses a Trainer that has more, and takes its device."""
+    """Lightning's single-device strategy; refuses a Trainer with more devices, and takes the Trainer's device."""
 
     def __init__(
         self,
@@ -265,13 +266,13 @@ class _OneDeviceStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        # Lightning's has to be given one; the Trainer's takes its place before anything is moved.
+        # Lightning's strategy requires a device; the Trainer's replaces it before anything is moved.
         super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin)
         self._parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The device, in a list; the Trainer sets it."""
+        """The device, in a list; set by the Trainer."""
         return self._parallel_devices
 
     @parallel_devices.setter
@@ -285,7 +286,7 @@ class _OneDeviceStrategy(SingleDeviceStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """The number of machines; the Trainer sets it."""
+        """The number of machines; set by the Trainer."""
         return 1
 
     @num_nodes.setter
@@ -297,34 +298,34 @@ class _OneDeviceStrategy(SingleDeviceStrategy):
 
 
 class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
-    """Lightning's strategy for one device with the techniques around the step switched on: ``strategy="turbo"``.
+    """Lightning's single-device strategy plus the techniques around the step: ``strategy="turbo"``.
 
-    A part that has no effect on the device is named in the log.
+    The log names parts that have no effect on the device.
 
     Args:
         *args: As in Lightning's ``SingleDeviceStrategy``: ``device`` (default: the Trainer's), ``accelerator``,
-            ``checkpoint_io`` and ``precision_plugin``, by these names as well.
-        device_prefetch: Keep the next two batches on the CUDA device, after Lightning's sampler.
-        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's object, see ``MemoryFormat``.
+            ``checkpoint_io`` and ``precision_plugin``; also by name.
+        device_prefetch: Whether to keep the next two batches on the CUDA device, after Lightning has set its sampler.
+        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's object; see ``MemoryFormat``.
         cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None`` keeps that of
-            ``Trainer(benchmark=...)``: Lightning does not tell whether it was given. Off in a deterministic run,
-            because cuDNN would choose its algorithms by their times.
+            ``Trainer(benchmark=...)``, because Lightning does not tell whether it was given. Off in a deterministic
+            run, because cuDNN would choose its algorithms by timing.
         matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
             ``"medium"``.
-        release_gradients: Set gradients to None before the forward pass after each optimizer step, see ``GradToNone``.
-        lean: Run Lightning's loop with direct calls of its hooks, same order, same results, and keep logged values as
-            tensors until somebody reads them. ``None``: with a Lightning whose loop was compared, its own loop and no
-            profiler. What the loop may leave out is decided before the first batch.
+        release_gradients: Whether to set gradients to None before the forward pass after each step; see ``GradToNone``.
+        lean: Whether to run Lightning's loop with direct calls of its hooks (same order, same results), keeping logged
+            values as tensors until they are read. ``None``: if this version of Lightning was compared, its loop is
+            unmodified and there is no profiler. What the loop may leave out is decided before the first batch.
         compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
             ``lightning_turbo.nn.compiled_in_place``.
-        exact_resume: Add ``ExactResume``, so that a resumed run equals one that never stopped.
-        **kwargs: As ``*args``; an unknown one is refused.
+        exact_resume: Whether to add ``ExactResume``, so that a resumed run equals one that never stopped.
+        **kwargs: As ``*args``; unknown ones raise an error.
 
     Raises:
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
-        ValueError: If an argument has none of the values above.
+        ValueError: If an argument has none of these values.
         TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
-        LightningMismatchError: If ``lean`` is ``True`` and the loop of this Lightning was not compared.
+        LightningMismatchError: If ``lean`` is ``True`` and the loop of this version of Lightning was not compared.
 
     Example:
         >>> import lightning_turbo
@@ -337,7 +338,7 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
 
 
 def _release(loader: ref[PrefetchLoader[Any]], transfer: DeviceTransfer | None) -> None:
-    """Close a loader, and leave it with the transfer that it had."""
+    """Close a loader, and restore its transfer."""
     alive = loader()
     if alive is not None:
         alive.close()

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="turbo_ddp")``: Lightning's DDP with the techniques around the step on."""
+"""``Trainer(strategy="turbo_ddp")``: Lightning's DDP plus the techniques around the step."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["TurboDDPStrategy"]
 
 
 class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
-    """Lightning's DDP with the techniques around the step switched on: ``strategy="turbo_ddp"``.
+    """Lightning's DDP plus the techniques around the step: ``strategy="turbo_ddp"``.
 
-    Has all parts of ``TurboStrategy``, and those below. Start it with torchrun or Lightning's launcher, as ``"ddp"``.
-    Every rank needs the same settings; of these, torch's DDP checks the parameters alone.
+    It has all parts of ``TurboStrategy`` and those below. Start it with torchrun or Lightning's launcher, like
+    ``"ddp"``. Every rank needs the same settings; torch's DDP only checks the parameters.
 
-    On SIGTERM to any rank all ranks save and end after the same step, and in a Slurm job that Lightning requeues they
-    save and requeue it together: see ``Preemption``, which this strategy adds if there is none. Lightning's broadcast,
-    for which the host waits in every batch, is left out.
+    On SIGTERM to any rank, all ranks save and end after the same step, and in a Slurm job that Lightning requeues they
+    save and requeue it together; see ``Preemption``, which this strategy adds if there is none. Lightning's own
+    broadcast, for which the host waits in every batch, is left out.
 
     Args:
         *args: As in Lightning's ``DDPStrategy``.
-        gradient_as_bucket_view: Keep gradients in DDP's buckets: one copy less.
-        static_graph: Every step uses the same parameters in the same way; torch checks it once. Not with accumulated
-            gradients.
-        preemption: Add ``Preemption(signals=("SIGTERM",))``.
-        **kwargs: As in ``TurboStrategy``, in Lightning's ``DDPStrategy`` and in torch's ``DistributedDataParallel``.
-            To send half the bytes, rounded, pass ``ddp_comm_hook=default_hooks.bf16_compress_hook`` of
+        gradient_as_bucket_view: Whether to keep gradients in DDP's buckets, which saves a copy.
+        static_graph: Whether every step uses the same parameters in the same way; torch checks this once. Not with
+            accumulated gradients.
+        preemption: Whether to add ``Preemption(signals=("SIGTERM",))``.
+        **kwargs: As in ``TurboStrategy``, Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``. To send
+            half the bytes, rounded, pass ``ddp_comm_hook=default_hooks.bf16_compress_hook`` from
             ``torch.distributed.algorithms.ddp_comm_hooks`` (Lightning uses it on CUDA only).
 
     Raises:
-        ValueError: If an argument has none of the values above.
+        ValueError: If an argument has none of these values.
         TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
-        LightningMismatchError: If ``lean`` is ``True`` and the loop of this Lightning was not compared.
+        LightningMismatchError: If ``lean`` is ``True`` and the loop of this version of Lightning was not compared.
 
     Example:
         >>> from lightning_turbo.strategies import TurboDDPStrategy
@@ -67,16 +67,16 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
             attach_preemption(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def on_train_start(self) -> None:
-        """Refuse a static graph with accumulated gradients.
+        """Raise an error for a static graph with accumulated gradients.
 
         Raises:
-            MisconfigurationException: If both are set, which torch does not support.
+            MisconfigurationException: If both are set, because torch does not support it.
         """
-        # First the base class, which applies what a GradientAccumulationScheduler says of this epoch.
+        # First the base class, which applies the value of a GradientAccumulationScheduler for this epoch.
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
         if self._ddp_kwargs["static_graph"] and trainer.accumulate_grad_batches > 1:
             raise MisconfigurationException(
                 f"expected accumulate_grad_batches=1 with static_graph=True, got {trainer.accumulate_grad_batches}: "
-                "DDP records a static graph in a backward pass that it synchronises. Leave one of them out."
+                "DDP records a static graph in a backward pass that it synchronizes. Leave one of them out."
             )

@@ -25,7 +25,7 @@ from lightning_turbo.tune.search import Search, Trial
 
 __all__ = ["as_text", "describe_headroom", "make_results", "script_text", "write_results", "yaml_text"]
 
-COLOURS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
+COLORS = {"default": "#334155", "setting": "#94a3b8", "chosen": "#0f766e"}
 COVERS = (
     "Factors are of an epoch: steps, its border (end, start of loading, first batch) and validation, projected from "
     "some batches of it. Checkpoints, set-up and what is outside of fit are not in them."
@@ -317,7 +317,7 @@ def write_results(search: Search, results: Mapping[str, Any], out: Path) -> list
             out / "tune.png",
             title=f"{shlex.join(command)}\n{results['verdict']}",
             label="ms a step",
-            colours=COLOURS,
+            colors=COLORS,
             curves=_curves(search),
         )
         paths.append(out / "tune.png")

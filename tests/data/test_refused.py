@@ -53,7 +53,7 @@ REFUSED = [
     (lambda: Module(device_prefetch="cuda"), TypeError, "device_prefetch='cuda': expected True or False"),
     (lambda: Module(device_transform=1), TypeError, "device_transform=1: expected a function or None"),
     (lambda: Module(auto_workers="auto"), TypeError, "auto_workers='auto': expected True or False"),
-    (lambda: Module(num_workers=2), TypeError, "no argument for num_workers=2; expected are .*, auto_workers, .*, by"),
+    (lambda: Module(num_workers=2), TypeError, "no argument for num_workers=2; expected .*, auto_workers, .*, by"),
     (lambda: Module(num_workers="auto"), ValueError, "num_workers: expected an integer, got 'auto'. Pass auto_workers"),
     # Prefetch.
     (lambda: Prefetch(-1), ValueError, f"prefetch_batches: expected {COUNT} -1"),

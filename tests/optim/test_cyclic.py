@@ -171,7 +171,7 @@ def test_saved_and_resumed_equals_never_stopped(cut, arguments):
     ({"base_lr": [0.1, 0.1], "step_size_up": 4}, r"each of the 1 parameter groups, got \[0.1, 0.1\]"),
     ({"step_size_up": 2.5}, r"step_size_up: expected an integer of 1 or more, got 2.5"),
     ({}, r"step_size_up and epochs_up: expected exactly one of the two, got \(None, None\)"),
-    ({"step_size_up": 4, "epochs_down": 1}, r"epochs_down: expected step_size_down, as the rise is in steps, got 1"),
+    ({"step_size_up": 4, "epochs_down": 1}, r"expected step_size_down, because the rise is in steps, got 1"),
     ({"epochs_up": 1}, r"trainer: expected self.trainer, or steps_per_epoch=..., with epochs_up, got None"),
     ({"step_size_up": 4, "mode": "square"}, r"mode: expected 'triangular', .* got 'square'"),
     ({"step_size_up": 4, "gamma": 0}, r"gamma: expected a number above 0"),

@@ -74,7 +74,7 @@ def test_biases_and_norms_get_no_decay_and_no_trust_ratio():
     weights, rest = split_parameters(net)
     assert [p.shape for p in weights] == [(3, 4)]
     assert [p.shape for p in rest] == [(3,), (3,), (2, 3), (2, 3)]
-    with pytest.raises(ValueError, match=r"parameters of one dimension, got the shapes \[\(2, 3\), \(2, 3\)\]"):
+    with pytest.raises(ValueError, match=r"one-dimensional parameters, got shapes \[\(2, 3\), \(2, 3\)\]"):
         lars(net, lr=0.1)
     optimizer = lamb(net, lr=0.1, weight_decay=0.05)
     assert [group["trust_ratio"] for group in optimizer.param_groups] == [True, False]

@@ -103,7 +103,7 @@ def test_optimizers_that_a_run_replaces_are_let_go():
 
 def test_lbfgs_is_refused_with_a_scaler_and_taken_at_o0():
     model = Net(optimizer=lambda ps: torch.optim.LBFGS([p for p in ps if p.requires_grad]))
-    with pytest.raises(MisconfigurationException, match="runs its closure once a step, got LBFGS"):
+    with pytest.raises(MisconfigurationException, match="runs its closure once per step, got LBFGS"):
         trainer(ApexAMP("O1", dtype=torch.float16)).fit(model, batches(32))
     trainer(ApexAMP("O0")).fit(model, batches(32))
 

@@ -9,9 +9,9 @@ from lightning_turbo.errors import AmpUsageError
 
 @pytest.mark.parametrize(("level", "settings", "error", "text"), [
     ("O1", {"dtype": torch.float32}, ValueError, "dtype: expected torch.float16 or torch.bfloat16"),
-    ("O1", {"dtype": "fp7"}, TypeError, "dtype: expected a torch dtype, also as text, as 'bfloat16', got 'fp7'."),
+    ("O1", {"dtype": "fp7"}, TypeError, "dtype: expected a torch dtype or its name, such as 'bfloat16', got 'fp7'."),
     ("O1", {"dtype": 16}, TypeError, "dtype: expected a torch dtype"),
-    ("O2", {"cast_model_outputs": "fp7"}, TypeError, "cast_model_outputs: expected a torch dtype, also as text"),
+    ("O2", {"cast_model_outputs": "fp7"}, TypeError, "cast_model_outputs: expected a torch dtype or its name"),
     ("O1", {"scaler": torch.amp.GradScaler("cpu")}, TypeError, "scaler: expected an ApexGradScaler or None, got"),
     ("O1", {"scaler": ApexGradScaler(), "loss_scale": 8.0}, ValueError, "expected None beside a scaler, got 8.0."),
     ("O1", {"keep_fp32_modules": ["net"]}, ValueError, "contradicts O1, which casts no module"),
@@ -40,7 +40,7 @@ def test_accepted(level, settings, scale):
 def test_a_loop_without_a_trainer_is_sent_to_amp():
     model = torch.nn.Linear(2, 1)
     with pytest.raises(
-        AmpUsageError, match=r"expected a LightningModule that a Trainer trains, got a Linear.*lightning_turbo\.amp"
+        AmpUsageError, match=r"expected a LightningModule under a Trainer, got a Linear.*lightning_turbo\.amp"
     ):
         ApexAMP("O1").backward(model(torch.ones(1, 2)).sum(), model, None)
 

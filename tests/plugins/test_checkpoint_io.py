@@ -67,7 +67,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_and_says_what_to_do(siz
     with files_of_at_most(size), pytest.raises(OSError, match=r"last\.ckpt' could not be written \(File too") as e:
         io.save_checkpoint(NEW, path)
     assert e.value.errno == errno.EFBIG
-    assert "those written before are as they were. Free space or" in str(e.value)
+    assert "earlier ones are unchanged. Free space or" in str(e.value)
     with pytest.raises(Exception, match=r"lambda|pickle"):
         io.save_checkpoint({"f": lambda: None}, path)
     assert path.read_bytes() == before

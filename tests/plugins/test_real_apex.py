@@ -89,7 +89,7 @@ def test_where_there_is_no_apex_with_amp_it_is_said(file, said, tmp_path, monkey
         (tmp_path / "apex" / "__init__.py").write_text(file)
         monkeypatch.syspath_prepend(tmp_path)
     try:
-        advice = "tag 25.05.*another project.*take ApexAMP"
+        advice = "tag 25.05.*unrelated project.*use ApexAMP"
         with pytest.raises(MissingExtraError, match=f"needs apex.amp.*({said}).*{advice}"):
             RealApexAMP("O1")
     finally:

@@ -90,16 +90,16 @@ KINDS = {
     "bits": Image.new("1", (8, 6), 1),
     "palette": palette().quantize(4),
     "grey palette": palette(grey=True).quantize(4),
-    "colours": palette(),
-    "colours with transparency": palette().convert("RGBA"),
+    "colors": palette(),
+    "colors with transparency": palette().convert("RGBA"),
 }
 GREY = ("grey", "grey with transparency", "bits")
-MIXES = [GREY, ("palette",), ("grey palette",), ("colours with transparency",), ("grey", "colours", "palette")]
+MIXES = [GREY, ("palette",), ("grey palette",), ("colors with transparency",), ("grey", "colors", "palette")]
 
 
 @pytest.mark.parametrize("mode", [None, "RGB", "L"])
 @pytest.mark.parametrize("kinds", MIXES)
-def test_every_kind_of_image_keeps_its_colours(tmp_path, kinds, mode):
+def test_every_kind_of_image_keeps_its_colors(tmp_path, kinds, mode):
     (tmp_path / "in").mkdir()
     for n, kind in enumerate(kinds):
         KINDS[kind].save(tmp_path / "in" / f"{n}.png")

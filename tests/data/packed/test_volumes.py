@@ -214,7 +214,7 @@ def test_an_npy_label_volume_with_a_channel_axis(tmp_path):
 # What a file may hold that is refused.
 
 
-def save_colours(path):
+def save_colors(path):
     import nibabel
 
     pixels = np.zeros((2, 3, 4), dtype=[("R", "u1"), ("G", "u1"), ("B", "u1")])
@@ -226,9 +226,9 @@ def save_colours(path):
     [
         (np.zeros((2, 3, 4, 2, 2), np.int16), "axes of 'a.nii': expected three axes, plus one for channels"),
         (np.zeros((2, 3, 4, 0), np.int16), "voxels of 'a.nii': expected at least one"),
-        (save_colours, r"values of 'a.nii': expected numbers, got \"\[\('R'"),
+        (save_colors, r"values of 'a.nii': expected numbers, got \"\[\('R'"),
     ],
-    ids=["six axes", "no voxels", "colours"],
+    ids=["six axes", "no voxels", "colors"],
 )
 def test_files_that_are_no_volumes(nifti, tmp_path, write, message):
     if isinstance(write, np.ndarray):
