@@ -15,7 +15,7 @@ __all__ = ["Origins"]
 class Origins:
     """Tracks the tensors of one step of a run on the CPU that is examined as if it were on a GPU.
 
-    A ``Watch`` creates it for each step. It keeps no tensor alive. A tensor that the step creates without a device
+    A ``StepWatch`` creates it for each step. It keeps no tensor alive. A tensor that the step creates without a device
     would be on the host, and the batch would not.
     """
 

@@ -21,7 +21,7 @@ from lightning_turbo.doctor.reads import BytesRead
 from lightning_turbo.doctor.retention import Retention
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.doctor.timing import Segment, StepTiming, longest_action, sum_phases, typical_seconds
-from lightning_turbo.doctor.watch import Watch
+from lightning_turbo.doctor.watch import StepWatch
 from lightning_turbo.nn.compile import CompileReport, compile_counts
 
 __all__ = ["Session"]
@@ -87,7 +87,7 @@ class Session:
         self.sources = Sources([module, trainer.datamodule, *own])
         self.fit = self.sources.site(frame, through=True)
         self.clock = FitClock(guard)
-        self.watch = Watch(self.sources, guard, self.plan, cuda=cuda, why_not=self._why_not_inside)
+        self.watch = StepWatch(self.sources, guard, self.plan, cuda=cuda, why_not=self._why_not_inside)
         self.retention = Retention(self.plan, module, [each for each in own if self.sources.owns(type(each))])
         self.compilations = Compilations(self.plan)
         self.draws = Draws(self.plan, trainer)

@@ -34,7 +34,7 @@ from lightning_turbo.doctor.names import (
 from lightning_turbo.doctor.origins import Origins
 from lightning_turbo.doctor.source import Sources
 
-__all__ = ["Watch", "report_waits"]
+__all__ = ["StepWatch", "report_waits"]
 
 # The warnings of torch's sync debug mode.
 WAIT = "called a synchronizing CUDA operation"
@@ -44,7 +44,7 @@ PROTOTYPE = "Synchronization debug mode is a prototype feature"
 ALL = Plan(0, 0, sys.maxsize)
 
 
-class Watch(Listener):
+class StepWatch(Listener):
     """Watches steps and counts what they do, by the line of the user's code.
 
     It watches from the first step that the plan watches to the last. While it watches, nothing is computed differently,
@@ -211,9 +211,9 @@ class Watch(Listener):
 
 
 class _Functions(TorchFunctionMode):
-    """Passes calls of torch functions to a ``Watch``, from ``resume`` to ``pause``, without changing them."""
+    """Passes calls of torch functions to a ``StepWatch``, from ``resume`` to ``pause``, without changing them."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: StepWatch) -> None:
         super().__init__()
         self.watch = watch
 

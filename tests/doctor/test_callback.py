@@ -441,7 +441,7 @@ def test_wrong_arguments_are_refused(given, error, message):
 
 
 HERE = os.path.join(os.path.dirname(lightning_turbo.__file__), "doctor") + os.sep
-HEAVY = {"Session", "FitClock", "Watch", "CallTable", "Sources", "_Functions"}
+HEAVY = {"Session", "FitClock", "StepWatch", "CallTable", "Sources", "_Functions"}
 
 
 class Looks(Callback):

@@ -11,7 +11,7 @@ import torch
 
 from lightning_turbo.doctor.guard import Guard
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.watch import PROTOTYPE, WAIT, Watch, report_waits
+from lightning_turbo.doctor.watch import PROTOTYPE, WAIT, StepWatch, report_waits
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ HOST = torch.ones(3)
     (named("new_tensor", False), (HOST, [0, 1]), []),
 ])  # fmt: skip
 def test_on_a_device_torch_says_what_waits_and_names_say_how(function, args, noted, mode):
-    watch = Watch(Sources([]), Guard(lambda: None), cuda=True)
+    watch = StepWatch(Sources([]), Guard(lambda: None), cuda=True)
     watch.resume()
     watch.call(function, args, {}, sys._getframe())
     watch.pause()
@@ -70,7 +70,7 @@ def test_on_a_device_torch_says_what_waits_and_names_say_how(function, args, not
 
 
 def test_a_wait_without_a_call_of_torchs_has_its_line(mode):
-    watch = Watch(Sources([]), Guard(lambda: None), cuda=True)
+    watch = StepWatch(Sources([]), Guard(lambda: None), cuda=True)
     watch.inside = False  # as with a compiled model
     watch.resume()
     wait()

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from lightning_turbo.doctor.guard import Guard
 from lightning_turbo.doctor.source import Sources
-from lightning_turbo.doctor.watch import Watch
+from lightning_turbo.doctor.watch import StepWatch
 
 
 @pytest.fixture
 def watch():
-    watch = Watch(Sources([]), Guard(lambda: None))
+    watch = StepWatch(Sources([]), Guard(lambda: None))
     yield watch
     watch.pause()
 
@@ -63,7 +63,7 @@ FETCHES = [
 
 def test_what_fetches_a_value_counts_once():
     for function, expected in FETCHES:
-        watch, started = Watch(Sources([]), Guard(lambda: None)), time.perf_counter()
+        watch, started = StepWatch(Sources([]), Guard(lambda: None)), time.perf_counter()
         assert seen(watch, function, torch.rand(3)) == [("sync", expected, 1)], expected
         assert 0 < watch.calls()[0].seconds < time.perf_counter() - started
 
@@ -88,7 +88,7 @@ UPLOADS = [
 
 def test_what_a_gpu_would_get_from_the_host_counts_once():
     for function, expected in UPLOADS:
-        assert seen(Watch(Sources([]), Guard(lambda: None)), function, torch.rand(3)) == [("moved", expected, 1)], (
+        assert seen(StepWatch(Sources([]), Guard(lambda: None)), function, torch.rand(3)) == [("moved", expected, 1)], (
             expected
         )
 
@@ -131,7 +131,7 @@ HARMLESS = [
 
 def test_what_fetches_nothing_is_not_noted():
     for number, function in enumerate(HARMLESS):
-        assert seen(Watch(Sources([]), Guard(lambda: None)), function, torch.rand(3)) == [], number
+        assert seen(StepWatch(Sources([]), Guard(lambda: None)), function, torch.rand(3)) == [], number
 
 
 def tidy():

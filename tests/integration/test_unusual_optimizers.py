@@ -87,9 +87,7 @@ def test_the_second_pass_of_sam_sees_the_first_ones_step(kind, level, settings, 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_sam_is_refused_where_a_loss_scale_would_not_follow_it(level):
-    with pytest.raises(
-        MisconfigurationException, match="once per step, got Sam, whose further passes"
-    ):
+    with pytest.raises(MisconfigurationException, match="once per step, got Sam, whose further passes"):
         fit(SharpnessAwareInOneStep(), ApexAMP(level, **HALF, loss_scale=8.0))
     said = r"expected a fixed loss scale for Sam.*Pass dtype=torch.bfloat16"
     with pytest.raises(MisconfigurationException, match=said):
