@@ -33,7 +33,7 @@ from benchmarks.precision import autocast, half_inputs, plain_o2
 from benchmarks.suite import Case, Meter, SkippedError, Suite
 from benchmarks.work import Endless, plain_loop, resnet50, sgd
 
-__all__ = ["SUITE", "Watch", "count_kernels", "kernels_of"]
+__all__ = ["SUITE", "ProfilingMeter", "count_kernels", "kernels_of"]
 
 ROOT = Path(__file__).parents[1]
 LOOKED_AT = 3  # steps under the profiler
@@ -56,12 +56,12 @@ def count_kernels(spans: Iterable[tuple[float, float]], steps: int) -> dict[str,
     return {"kernels_a_step": len(ordered) / steps, "busy_share": busy / (reached - ordered[0][0])}
 
 
-class Watch:
-    """A meter that lets its case go on for some steps after the timing, and looks into them.
+class ProfilingMeter:
+    """A meter that lets its case run some steps after the timing, and profiles them.
 
-    The case calls ``step`` as ever, which ends the looking when it returns ``False``. ``numbers`` then holds the memory
-    that was reserved, how often a step waits for the device because a value is fetched, and its kernels; on a CPU,
-    where there is neither, the operators that call no other.
+    The case calls ``step`` as usual; profiling ends when it returns ``False``. ``numbers`` then holds the reserved
+    memory, how often a step synchronizes to fetch a value, and its kernels; on a CPU, which has neither, the operators
+    that call no others.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -74,7 +74,7 @@ class Watch:
         return getattr(self._meter, name)
 
     def step(self, samples: int = 0) -> bool:
-        """Say that a step is done, and learn whether to do another."""
+        """Report that a step is done, and return whether to do another one."""
         self._steps += 1
         if not self._meter.over and self._meter.step(samples):
             return True
@@ -116,9 +116,9 @@ def watched(meter: Meter, *, what: str, **config: Any) -> dict[str, float]:
     float16 = "'16-mixed'" in str(config) or "fp16" in str(config)
     if meter.device.type == "cpu" and (float16 or config.get("graph")):
         raise SkippedError("needs a GPU")
-    watch = Watch(meter)
-    numbers = RUNS[what](cast(Meter, watch), **config)
-    return {**numbers, **watch.numbers}
+    profiling = ProfilingMeter(meter)
+    numbers = RUNS[what](cast(Meter, profiling), **config)
+    return {**numbers, **profiling.numbers}
 
 
 class _UNet(nn.Module):

@@ -81,7 +81,7 @@ def memory(meter: Meter, *, kind: str, release: bool = False, **options: Any) ->
     from lightning_turbo import GradToNone
     from lightning_turbo._lightning import Callback, Trainer
 
-    class Watch(Callback):
+    class PeakMemory(Callback):
         """Reads the peaks of the steps after the second; in the first two, optimizer and libraries still grow."""
 
         def __init__(self) -> None:
@@ -115,11 +115,11 @@ def memory(meter: Meter, *, kind: str, release: bool = False, **options: Any) ->
 
     before = _current_bytes(meter.device)
     net, loader = _task(meter, kind)
-    watch = Watch()
-    callbacks: list[Callback] = [watch, *([GradToNone()] if release else [])]
+    peaks = PeakMemory()
+    callbacks: list[Callback] = [peaks, *([GradToNone()] if release else [])]
     module = Classifier(net.to(meter.device), adam)
     numbers = train(meter, module, loader, samples=len(loader.batches[0][1]), callbacks=callbacks, **options)
-    middles = {name: statistics.median(values) for name, values in watch.seen.items()}
+    middles = {name: statistics.median(values) for name, values in peaks.seen.items()}
     if before is not None:
         middles.update({name: value - before for name, value in middles.items() if name.endswith("peak_bytes")})
     return {**numbers, **middles}

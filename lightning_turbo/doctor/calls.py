@@ -70,8 +70,8 @@ SHORTEST = 1e-4
 class CallTable:
     """A profile function (see ``sys.setprofile``) that records the calls of known functions.
 
-    A ``StepWatch`` installs it for the duration of a step and removes it. At most one timed call is open at a time; calls
-    inside it do not count separately.
+    A ``StepWatch`` installs it for the duration of a step and removes it. At most one timed call is open at a time;
+    calls inside it do not count separately.
 
     Args:
         note: Called with the kind, the name, the caller's frame and the seconds.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import TASKS, TELLING, Watch, count_kernels, kernels_of, watched
+from benchmarks.gpu import TASKS, TELLING, ProfilingMeter, count_kernels, kernels_of, watched
 from benchmarks.runner import Settings
 from benchmarks.suite import Meter, SkippedError, load_suite
 
@@ -42,7 +42,7 @@ def test_annotations_and_what_runs_on_the_host_are_not_kernels():
 
 def test_the_steps_that_are_looked_into_come_after_the_timing():
     meter, events = meter_of(steps=4)
-    watch, steps = Watch(meter), 0
+    watch, steps = ProfilingMeter(meter), 0
     weight = torch.ones(3)
     running = True
     while running:
