@@ -19,7 +19,7 @@ from lightning_turbo.measure import markdown_table, print_lines, write_json
 __all__ = ["main", "run"]
 
 PROGRAMS = ("answers", "charts", "networks", "public", "resume", "stops")  # modules with a command line of their own
-DESCRIPTION = """Measure one suite or all. Every case runs in a process of its own, and all take turns. Writes
+DESCRIPTION = """Measure one suite or all. Every case runs in its own process, in interleaved rounds. Writes
 results.json, results.md and a picture for each suite. Ctrl-C and SIGTERM keep what was measured."""
 
 

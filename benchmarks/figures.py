@@ -1,4 +1,4 @@
-"""Medians, spreads and ratios over the rows that ``Turns`` fills."""
+"""Medians, spreads and ratios over the rows that ``InterleavedRounds`` fills."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def summarise(values: Sequence[float]) -> Summary | None:
 
 
 def step_seconds(row: Mapping[str, Any]) -> Summary | None:
-    """Return the seconds of a step, over the rounds of a row as ``Turns`` fills it."""
+    """Return the seconds of a step, over the rounds of a row as ``InterleavedRounds`` fills it."""
     return summarise(list(seconds_by_sweep(row).values()))
 
 

@@ -283,7 +283,7 @@ def _worker_seconds() -> float:
 
 
 def sample_seeds(meter: Meter) -> dict[str, float]:
-    """The cost of seeds for a sample with one worker process, in turns with the same loader without them."""
+    """The cost of sample seeds with one worker process, interleaved with the same loader without seeds."""
     plain = DataLoader(_Indices(), BATCH, num_workers=1)
     spent, samples, measuring = [0.0, 0.0], 0, True
     while measuring:
@@ -316,7 +316,7 @@ class _Kept(Dataset[Tensor]):
 
 
 def kept(meter: Meter) -> dict[str, float]:
-    """The processor time of a PrefetchLoader over samples in memory, divided by that of a DataLoader, by turns.
+    """The processor time of a PrefetchLoader over samples in memory, divided by that of a DataLoader, interleaved.
 
     Of images of 3 x 64 x 64 and of samples of 16 numbers, whose batches cost next to nothing but the loaders.
     """

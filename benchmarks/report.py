@@ -21,7 +21,7 @@ __all__ = ["aim_verdicts", "figure", "load_results", "markdown", "ratio", "suite
 QUANTITIES = {"seconds": "time", "peak_bytes": "peak memory"}
 SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 HOW = (
-    "Times are medians with quartiles, in brackets, over rounds that the cases took in turns, each in a process of its "
+    "Times are medians with quartiles, in brackets, over interleaved rounds of the cases, each in a process of its "
     "own. Ratios are taken pair by pair, round by round; below 1 is faster or smaller."
 )
 COLORS = {"baseline": "#334155", "torch": "#94a3b8", "ours": "#0f766e", "peer": "#d97706"}

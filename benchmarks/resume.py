@@ -175,7 +175,7 @@ def count(tool: str, cases: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def cost(rounds: int, batches: int = 2000) -> dict[str, list[float]]:
-    """Return microseconds of a step over a ``PrefetchLoader``, by turns without and with ``ExactResume``."""
+    """Return microseconds of a step over a ``PrefetchLoader``, interleaved without and with ``ExactResume``."""
     import lightning.pytorch as pl
 
     from lightning_turbo import ExactResume, PrefetchLoader

@@ -1,4 +1,4 @@
-"""The one runner: cases in processes of their own that take turns, until all is measured or the time is up."""
+"""The one runner: cases in their own processes, in interleaved rounds, until all is measured or time is up."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.suite import APART, SUITES, BenchError, Meter, Suite, load_suite
 from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import (
     LATE,
+    InterleavedRounds,
     Interrupt,
     InterruptedRunError,
     Process,
     Progress,
-    Turns,
     describe_machine,
     new_row,
 )
@@ -143,7 +143,7 @@ class SuiteRun:
         self.chosen = settings.chosen(suite)
         self.prepared: dict[str, Any] = {} if former is None else former["prepared"]
         self.rows = self._rows({} if former is None else {row["case"]: row for row in former["rows"]})
-        self.turns = Turns(
+        self.interleaved = InterleavedRounds(
             self.spawn, self.rows, interrupt=interrupt, progress=progress, title=suite.name,
             at_once=STARTS[settings.device], save=save,
         )  # fmt: skip
@@ -232,7 +232,7 @@ class SuiteRun:
         for name in self.chosen:
             missing = [each for each in self.suite.known[name].needs if installed_version(each) is None]
             if missing and self.rows[name]["status"] != "skipped":
-                self.turns.lose(name, "skipped", f"{' and '.join(missing)} not installed")
+                self.interleaved.lose(name, "skipped", f"{' and '.join(missing)} not installed")
 
     def run(self, later: int) -> None:
         """Measure the groups in turn; what is measured stays on any interruption.
@@ -255,7 +255,7 @@ class SuiteRun:
         except InterruptedRunError:
             for name, row in self.rows.items():
                 if row["status"] == "interrupted" and not self.interrupt.pressed:
-                    self.turns.lose(name, "skipped", LATE)
+                    self.interleaved.lose(name, "skipped", LATE)
 
     def _measure(self, group: list[str], number: int, starts: int) -> None:
         """One process of each case of a group, in the group's share of the time that is left for so many starts."""
@@ -263,7 +263,7 @@ class SuiteRun:
         share = self.interrupt.left * size / starts
         limit = QUICK_ROUNDS_SECONDS if settings.quick else math.inf if settings.rounds else self.suite.seconds
         seconds = limit * size / (len(self.chosen) * settings.processes)
-        self.turns.run(
+        self.interleaved.run(
             group,
             {"lead": self.suite.lead, "steps": self.steps, "seconds": self.suite.round_seconds},
             rounds=self.sweeps,

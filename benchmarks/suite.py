@@ -173,7 +173,7 @@ class Suite:
         return pairs + [(aim.case, aim.against or aim.case) for aim in self.aims]
 
     def groups(self) -> list[list[str]]:
-        """Return the cases in groups that are compared with one another, and must take turns."""
+        """Return the cases in groups that are compared with one another, and whose rounds must be interleaved."""
         group_of = {name: {name} for name in self.known}
         for one, other in self.pairs():
             merged = group_of[one] | group_of[other]

@@ -2,6 +2,7 @@
 
 from lightning_turbo._machine import count_cores
 from lightning_turbo.measure.ending import end_process
+from lightning_turbo.measure.interleaved import LATE, InterleavedRounds, Interrupt, InterruptedRunError, new_row
 from lightning_turbo.measure.machine import OtherLoad, computes_in_bfloat16, describe_machine, huge_pages
 from lightning_turbo.measure.meter import Meter
 from lightning_turbo.measure.picture import Bar, draw_bars, why_no_picture
@@ -9,7 +10,6 @@ from lightning_turbo.measure.process import CAN_HOLD, Process, ProcessError
 from lightning_turbo.measure.progress import Progress
 from lightning_turbo.measure.report import markdown_table, print_lines, three_digits, write_json
 from lightning_turbo.measure.statistics import interval_of, log_quotients, seconds_by_sweep
-from lightning_turbo.measure.turns import LATE, Interrupt, InterruptedRunError, Turns, new_row
 from lightning_turbo.measure.worker import Channel, SkippedError, limit_memory, open_channel, peak_bytes, serve
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "LATE",
     "Bar",
     "Channel",
+    "InterleavedRounds",
     "Interrupt",
     "InterruptedRunError",
     "Meter",
@@ -25,7 +26,6 @@ __all__ = [
     "ProcessError",
     "Progress",
     "SkippedError",
-    "Turns",
     "computes_in_bfloat16",
     "count_cores",
     "describe_machine",

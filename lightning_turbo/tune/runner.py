@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_turbo.doctor.script import check_script
 from lightning_turbo.errors import TurboError
-from lightning_turbo.measure import CAN_HOLD, Interrupt, Process, Progress, Turns, new_row
+from lightning_turbo.measure import CAN_HOLD, InterleavedRounds, Interrupt, Process, Progress, new_row
 from lightning_turbo.tune.candidates import Candidate, combine
 from lightning_turbo.tune.evidence import DEFAULT, Configuration
 from lightning_turbo.tune.fork_server import CAN_FORK, ForkServer
@@ -136,11 +136,13 @@ class ScriptRunner:
         """Measure a fresh process of each configuration."""
         by_name = {str(configuration): configuration for configuration in configurations}
         rows = {name: new_row() for name in by_name}
-        turns = Turns(lambda name: self.spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress)
+        interleaved = InterleavedRounds(
+            lambda name: self.spawn(by_name[name]), rows, interrupt=self.interrupt, progress=self.progress
+        )
         begun = time.monotonic()
         # Measured one after the other, the order A B B A cancels a steady drift of the machine.
         direction = 1 if len(self._took) % 2 == 0 else -1
-        turns.run(list(by_name)[::direction], self.order, rounds=ROUNDS, border=self._has_borders)
+        interleaved.run(list(by_name)[::direction], self.order, rounds=ROUNDS, border=self._has_borders)
         self._took.append((time.monotonic() - begun) / len(by_name))
         self.cost = statistics.fmean(self._took[1:][-4:] or self._took)  # the first process reads uncached files
         self._look_for_copy(rows.values())

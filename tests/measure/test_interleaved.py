@@ -5,12 +5,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from lightning_turbo.measure import (
+    InterleavedRounds,
     Interrupt,
     InterruptedRunError,
     ProcessError,
-    Turns,
+    interleaved,
     new_row,
-    turns,
 )
 
 START, ROUND = 10.0, 1.0  # seconds
@@ -20,8 +20,8 @@ ORDER = {"steps": 1, "lead": 0}
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(turns.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(interleaved.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(interleaved.os, "cpu_count", lambda: 16)
     return now
 
 
@@ -81,7 +81,7 @@ class FakeProcess:
 
 def run(machine, names="abc", **options):
     rows = {name: new_row() for name in names}
-    made = Turns(machine, rows, interrupt=Interrupt(), progress=MagicMock(), at_once=2)
+    made = InterleavedRounds(machine, rows, interrupt=Interrupt(), progress=MagicMock(), at_once=2)
     made.run(list(names), ORDER, **{"rounds": 3, **options})
     return rows
 
@@ -107,7 +107,7 @@ def test_each_process_goes_over_a_border_after_its_rounds(clock, fault):
 
 
 def test_without_signals_that_hold_a_process_each_one_is_measured_by_itself(clock, monkeypatch):
-    monkeypatch.setattr(turns, "CAN_HOLD", False)
+    monkeypatch.setattr(interleaved, "CAN_HOLD", False)
     machine = Machine(clock)
     rows = run(machine, seconds=6.0, rounds=1000, number=1)
     assert "".join(machine.order) == "aa" + "bb" + "cc", "a third of the time each"
@@ -122,7 +122,9 @@ def test_no_more_processes_start_at_the_same_time_than_asked_for(clock):
     run(machine, "abcdefghi", rounds=1)
     assert machine.most == 9, "all are woken to end"
     machine.most = 0
-    made = Turns(machine, {n: new_row() for n in "abcdefghi"}, interrupt=Interrupt(), progress=MagicMock(), at_once=2)
+    made = InterleavedRounds(
+        machine, {n: new_row() for n in "abcdefghi"}, interrupt=Interrupt(), progress=MagicMock(), at_once=2
+    )
     machine.running = 0
     made._start("abcdefghi", float("inf"))
     assert (machine.most, machine.running, len(made.alive)) == (2, 0, 9)
@@ -159,7 +161,7 @@ def test_what_was_measured_before_an_interruption_is_kept(clock):
     machine = Machine(clock)
     rows = {name: new_row() for name in "abc"}
     with pytest.raises(InterruptedRunError):
-        Turns(machine, rows, interrupt=Interrupt(34.5), progress=MagicMock()).run("abc", ORDER, rounds=1000)
+        InterleavedRounds(machine, rows, interrupt=Interrupt(34.5), progress=MagicMock()).run("abc", ORDER, rounds=1000)
     assert [len(row["rounds"]) for row in rows.values()] == [1, 2, 2]
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open
@@ -170,7 +172,9 @@ def test_an_interruption_at_the_border_of_an_epoch_keeps_what_was_measured(clock
     rows = {name: new_row() for name in "abc"}
     with pytest.raises(InterruptedRunError):
         # Starts take 30 seconds and six rounds 6: the time is up on the way of the first process over its border.
-        Turns(machine, rows, interrupt=Interrupt(36.5), progress=MagicMock()).run("abc", ORDER, rounds=2, border=True)
+        InterleavedRounds(machine, rows, interrupt=Interrupt(36.5), progress=MagicMock()).run(
+            "abc", ORDER, rounds=2, border=True
+        )
     assert [row["numbers"] for row in rows.values()] == [{"n": 1}] * 3
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_turbo.measure.process import CAN_HOLD, Process, ProcessError
 from lightning_turbo.measure.progress import Progress
 
-__all__ = ["LATE", "UNENDED", "Interrupt", "InterruptedRunError", "Turns", "new_row"]
+__all__ = ["LATE", "UNENDED", "InterleavedRounds", "Interrupt", "InterruptedRunError", "new_row"]
 
 # A process that takes longer than this many seconds counts as hung.
 START_TIMEOUT = 300.0
@@ -76,7 +76,7 @@ def new_row() -> dict[str, Any]:
     return {"status": UNENDED, "reason": "", "rounds": [], "numbers": {}, "peak_bytes": None}
 
 
-class Turns:
+class InterleavedRounds:
     """Starts processes, lets each measure one round at a time while all others are held, and ends them.
 
     ``run`` starts processes, and ends all of them before it returns or raises. While one measures, every other one is
