@@ -60,8 +60,8 @@ def _same(*names: str) -> dict[str, str]:
 def _prefetch(page: str) -> Chart:
     load = "free step, even compute load x1, 0 workers: "
     names = "bound", "DataLoader", "BackgroundGenerator", "PrefetchLoader"
-    told = "the longer of step and load alone", "DataLoader", "prefetch_generator's thread", "PrefetchLoader"
-    bars = {load + name: said for name, said in zip(names, told, strict=True)}
+    labels = "the longer of step and load alone", "DataLoader", "prefetch_generator's thread", "PrefetchLoader"
+    bars = {load + name: said for name, said in zip(names, labels, strict=True)}
     return Chart(page, bars, (f"{load}PrefetchLoader",), (f"{load}BackgroundGenerator",))
 
 

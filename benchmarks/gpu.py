@@ -96,7 +96,7 @@ class ProfilingMeter:
         with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
             for _ in range(LOOKED_AT):
                 yield True
-            self._meter.synchronise()
+            self._meter.synchronize()
         self.numbers |= kernels_of(found.events(), cuda)
 
 
@@ -394,11 +394,11 @@ def prepare(meter: Meter) -> dict[str, Any]:
     def seconds(work: Callable[[], object]) -> float:
         for _ in range(3):
             work()
-        meter.synchronise()
+        meter.synchronize()
         began = time.perf_counter()
         for _ in range(10):
             work()
-        meter.synchronise()
+        meter.synchronize()
         return (time.perf_counter() - began) / 10
 
     size = 8192 if cuda and not meter.quick else 256

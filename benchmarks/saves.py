@@ -56,7 +56,7 @@ def saving(meter: Meter, *, io: str = "") -> dict[str, float]:
             return running
 
         def on_train_batch_start(self, *args: Any, **options: Any) -> None:
-            meter.synchronise()
+            meter.synchronize()
             self.begins.append(time.perf_counter() - self.away)
 
     width, depth = (64, 2) if meter.quick else (1024, 12) if meter.device.type == "cpu" else (4096, 12)

@@ -48,14 +48,14 @@ class BenchError(TurboError, ValueError):
     """The benchmarks were asked for something that they cannot do."""
 
 
-class Meter(measure.Meter):
+class Meter(measure.RoundTimer):
     """Paces a case, and tells it seed and size.
 
     Args:
-        ask: As in ``lightning_turbo.measure.Meter``.
+        ask: As in ``lightning_turbo.measure.RoundTimer``.
         seed: Of data and weights, the same for all cases; torch's, numpy's and Python's generators are seeded with it.
         quick: Whether a small model or little data should do.
-        options: The other arguments of ``lightning_turbo.measure.Meter``.
+        options: The other arguments of ``lightning_turbo.measure.RoundTimer``.
     """
 
     def __init__(self, ask: Any, *, seed: int = 0, quick: bool = False, **options: Any) -> None:

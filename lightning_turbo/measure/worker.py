@@ -20,7 +20,7 @@ import torch
 
 from lightning_turbo.errors import MissingExtraError
 from lightning_turbo.measure.ending import end_process
-from lightning_turbo.measure.meter import Meter
+from lightning_turbo.measure.round_timer import RoundTimer
 
 __all__ = ["Channel", "SkippedError", "limit_memory", "open_channel", "peak_bytes", "serve"]
 
@@ -90,18 +90,18 @@ def _plain(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
-def serve(channel: Channel, meter: Meter, run: Callable[[], Mapping[str, Any]]) -> None:
+def serve(channel: Channel, timer: RoundTimer, run: Callable[[], Mapping[str, Any]]) -> None:
     """Run the measured code, and report how it ended.
 
     Args:
         channel: The channel to the controlling program.
-        meter: The timer whose ``step`` is called by ``run``.
+        timer: The timer whose ``step`` is called by ``run``.
         run: Returns numbers by name, or lists and dicts of them. A ``SkippedError`` or ``MissingExtraError`` means that
             it cannot run here, any other exception that it failed.
     """
     try:
         numbers = _plain(run())
-        channel.tell({"event": "done", "numbers": numbers, "peak_bytes": peak_bytes(meter.device)})
+        channel.tell({"event": "done", "numbers": numbers, "peak_bytes": peak_bytes(timer.device)})
     except (SkippedError, MissingExtraError) as error:
         channel.tell({"event": "skipped", "reason": str(error)})
     except Exception as error:

@@ -33,7 +33,7 @@ from lightning_turbo._lightning import (
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import combined_loader, replace_strategy
 from lightning_turbo.doctor.ending import end_program
-from lightning_turbo.measure import Meter
+from lightning_turbo.measure import RoundTimer
 from lightning_turbo.tune.describe import STRATEGIES_OF_RANKS, describe, describe_batches, describe_epoch
 from lightning_turbo.tune.endless import Endless
 from lightning_turbo.tune.muted import Muted
@@ -82,13 +82,13 @@ class Probe(Callback):
     second, once in many steps: it would be in the only border that one setting measures, and not in that of another.
 
     Args:
-        meter: Counts and times the steps.
+        timer: Counts and times the steps.
         mode: The mode of the configuration.
         folder: Folder for files that a script writes through Lightning.
     """
 
-    def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
-        self.meter = meter
+    def __init__(self, timer: RoundTimer, mode: str, folder: str = "") -> None:
+        self.timer = timer
         self.mode = mode
         self.muted = Muted(folder)
         self.validation: TimedValidation | None = None  # set when the run begins
@@ -131,7 +131,7 @@ class Probe(Callback):
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self.muted.mute(trainer)
         loop = trainer.fit_loop.epoch_loop.val_loop
-        self.validation = TimedValidation(loop, self.meter, whole=self.mode == "epoch")
+        self.validation = TimedValidation(loop, self.timer, whole=self.mode == "epoch")
 
     def found(self) -> dict[str, Any]:
         """Return what is reported."""
@@ -146,7 +146,7 @@ class Probe(Callback):
 
     def wait(self, trainer: Any) -> None:
         """Wait, in a step that does not count, for this process's turn; other processes start meanwhile."""
-        self.meter.device = trainer.strategy.root_device
+        self.timer.device = trainer.strategy.root_device
         if not self._waited and trainer.state.fn == "fit":
             self._waited = True
             self.step()
@@ -187,12 +187,12 @@ class Probe(Callback):
             self.losses.append(loss.detach().clone())
         validated = self._take_validated()
         if self._is_first and not (self._was_first or self.counts_borders):
-            self.meter.synchronise()
+            self.timer.synchronize()
             self.end_border(time.perf_counter() - self._ended - validated)
         else:
             self.step()  # also if something stops the epoch after its first batch
         self._was_first, self._is_first = self._is_first, False
-        if self.meter.border:
+        if self.timer.border:
             self._go_to_border(trainer)
         self._ended = time.perf_counter()
 
@@ -208,18 +208,18 @@ class Probe(Callback):
         while True:
             for _ in loader:
                 self.step()
-                if self.meter.border and not self.meter.end_border():
+                if self.timer.border and not self.timer.end_border():
                     end_program()
 
     def step(self) -> None:
         """Count a step, and end the script after the last one."""
-        if not self.meter.step():
+        if not self.timer.step():
             end_program()  # no further code of the script runs
 
     def end_border(self, seconds: float) -> None:
         """Store the time of a border, and exclude it from the steps."""
         self.borders.append(seconds)
-        self.meter.leave_out(seconds)
+        self.timer.leave_out(seconds)
 
     def _take_validated(self) -> float:
         """Return the seconds of validations since the previous batch."""
@@ -238,7 +238,7 @@ class Probe(Callback):
             self._gives_up = min(self._gives_up, now + BORDER_SECONDS)
         has_none = batches < 2 or self.counts_borders or self.mode != "step"
         if self.borders or has_none or now > self._gives_up:
-            if not self.meter.end_border():
+            if not self.timer.end_border():
                 end_program()
             return
         if not self._goes_to_border:
@@ -259,8 +259,8 @@ class Probe(Callback):
 class PhaseProbe(Probe):
     """Also times the phases of a step, on a CPU, where each phase is complete before the next one begins."""
 
-    def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
-        super().__init__(meter, mode, folder)
+    def __init__(self, timer: RoundTimer, mode: str, folder: str = "") -> None:
+        super().__init__(timer, mode, folder)
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self._steps = 0
         self._last = 0.0
@@ -302,15 +302,15 @@ class WholeEpoch(Probe):
     After some batches it waits while another process trains; the epoch excludes that time.
     """
 
-    def __init__(self, meter: Meter, mode: str, folder: str = "") -> None:
-        super().__init__(meter, mode, folder)
+    def __init__(self, timer: RoundTimer, mode: str, folder: str = "") -> None:
+        super().__init__(timer, mode, folder)
         self.numbers["steps_seconds"] = 0.0
         self._begun = 0.0
         self._waits = 0.0  # seconds
 
     def wait(self, trainer: Any) -> None:
         """Do not wait yet: the first wait follows the first batch."""
-        self.meter.device = trainer.strategy.root_device
+        self.timer.device = trainer.strategy.root_device
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the time since the previous batch; end the script after the first batch of the second epoch."""
@@ -320,7 +320,7 @@ class WholeEpoch(Probe):
         if self._is_first or (self._ended and trainer.num_training_batches == 1):
             metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
             self.numbers |= {"seconds": now - self._begun, "metrics": metrics}
-            self.meter.over = True
+            self.timer.over = True
             end_program()
         seconds = now - self._ended - self._take_validated()
         self.numbers["steps_seconds"] += seconds if self._ended else 0.0
@@ -339,7 +339,7 @@ class WholeEpoch(Probe):
 
     def _now(self) -> float:
         """Return the time, excluding waits."""
-        self.meter.synchronise()
+        self.timer.synchronize()
         return time.perf_counter() - self._waits
 
     def _let_others_train(self) -> float:

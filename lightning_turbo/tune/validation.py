@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_turbo._replaced import ReplacedMethod
-from lightning_turbo.measure import Meter
+from lightning_turbo.measure import RoundTimer
 
 __all__ = ["TimedValidation"]
 
@@ -21,13 +21,13 @@ class TimedValidation:
 
     Args:
         loop: Lightning's validation loop inside ``fit``.
-        meter: Times the steps.
+        timer: Times the steps.
         whole: Whether to run all batches.
     """
 
-    def __init__(self, loop: Any, meter: Meter, *, whole: bool) -> None:
+    def __init__(self, loop: Any, timer: RoundTimer, *, whole: bool) -> None:
         self.loop = loop
-        self.meter = meter
+        self.timer = timer
         self.sanity: list[float] = []  # seconds of sanity checks, projected to whole validations
         self.seconds: list[float] = []  # seconds of validations, projected to whole ones
         self.since_step = 0.0  # actual seconds in validations since the probe last asked
@@ -39,7 +39,7 @@ class TimedValidation:
 
     def end_batch(self, loader: int) -> None:
         """Record the end of a batch."""
-        self.meter.synchronise()
+        self.timer.synchronize()
         self._ends.setdefault(loader, []).append(time.perf_counter())
 
     def _shorten(self, set_up: Callable[[], None]) -> None:
@@ -55,13 +55,13 @@ class TimedValidation:
             ]
 
     def _time(self, run: Callable[[], Any]) -> Any:
-        self.meter.synchronise()
+        self.timer.synchronize()
         begun = time.perf_counter()
         self._ends = {}
         result = run()
-        self.meter.synchronise()
+        self.timer.synchronize()
         took = time.perf_counter() - begun
-        self.meter.leave_out(took)
+        self.timer.leave_out(took)
         self.since_step += took
         if self._ends:
             found = self.sanity if self.loop.trainer.sanity_checking else self.seconds

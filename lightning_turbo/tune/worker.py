@@ -20,7 +20,7 @@ import torch
 
 from lightning_turbo.doctor.script import Ending, run_program
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
-from lightning_turbo.measure import Channel, Meter, SkippedError, end_process, limit_memory, open_channel, serve
+from lightning_turbo.measure import Channel, RoundTimer, SkippedError, end_process, limit_memory, open_channel, serve
 
 if TYPE_CHECKING:
     from lightning_turbo.tune.probe import Probe
@@ -37,12 +37,12 @@ RANK_SECONDS = 10.0  # time for a rank to exit by itself
 TRACERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._subclasses", "torch.fx")
 
 
-def measure_program(task: Mapping[str, Any], meter: Meter, report: Callable[[Find], object]) -> None:
+def measure_program(task: Mapping[str, Any], timer: RoundTimer, report: Callable[[Find], object]) -> None:
     """Run the script or module of a task with a probe in each Trainer, and measure the first ``fit``.
 
     Args:
         task: What ``ScriptRunner.spawn`` sends.
-        meter: The timer whose ``step`` the probe calls.
+        timer: The timer whose ``step`` the probe calls.
         report: Called once with a function that returns the numbers, or raises an exception that says why there are
             none. A probe that is done then ends this process, without running the program's handlers.
     """
@@ -53,21 +53,21 @@ def measure_program(task: Mapping[str, Any], meter: Meter, report: Callable[[Fin
         from lightning_turbo.tune import probe  # imported late, after the script has chosen its copy of Lightning
 
         kind = {"epoch": probe.WholeEpoch, "one batch": probe.PhaseProbe}.get(task["mode"], probe.Probe)
-        made.append(kind(meter, task["mode"], task["folder"]))
+        made.append(kind(timer, task["mode"], task["folder"]))
         # Batch sizes are compared in rounds of whole epochs, which include everything.
         made[-1].counts_borders = bool(task["batch_size"])
         with made[-1].failing():
             return [*probe.prepare_trainer(probe.trainer_in_construction(), task, made[-1]), made[-1]]
 
     def end(status: int) -> int:
-        report(lambda: {**_found(made, meter, Ending()), "no_effect": no_effect})
+        report(lambda: {**_found(made, timer, Ending()), "no_effect": no_effect})
         return status
 
     ending = run_program(task["program"], task["arguments"], callbacks, module=task["module"], at_end=end)
-    report(lambda: _found(made, meter, ending))
+    report(lambda: _found(made, timer, ending))
 
 
-def _found(made: list[Probe], meter: Meter, ending: Ending) -> Mapping[str, Any]:
+def _found(made: list[Probe], timer: RoundTimer, ending: Ending) -> Mapping[str, Any]:
     """Return the results of the first ``fit``, or raise an exception that says why nothing was measured."""
     error = ending.error
     for probe in made:
@@ -76,7 +76,7 @@ def _found(made: list[Probe], meter: Meter, ending: Ending) -> Mapping[str, Any]
         error = error or probe.error
     if error is not None:
         raise SkippedError(reason) if (reason := _why_skipped(error, made)) else error
-    if not meter.over:
+    if not timer.over:
         found = "its Trainer ended before the steps that are measured" if made else "it made no Trainer"
         found += f", and ended with exit status {ending.status}: its log says why" if ending.status else ""
         raise SkippedError(f"{found}; expected a script that makes a Trainer and calls fit.")
@@ -144,7 +144,7 @@ def end_ranks(others: list[subprocess.Popen[bytes]]) -> None:
 
 def follow(task: Mapping[str, Any], channel: Channel) -> None:
     """Run the program on another rank, which the first one ends; on failure kill all ranks."""
-    meter = Meter(lambda event: {"order": "round", "lead": 0, "steps": sys.maxsize}, warmup=1)
+    timer = RoundTimer(lambda event: {"order": "round", "lead": 0, "steps": sys.maxsize}, warmup=1)
 
     def end_with_input() -> None:
         channel.orders.read()
@@ -159,7 +159,7 @@ def follow(task: Mapping[str, Any], channel: Channel) -> None:
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_input, daemon=True).start()
-    measure_program(task, meter, report)
+    measure_program(task, timer, report)
 
 
 def main() -> None:
@@ -174,13 +174,13 @@ def main() -> None:
     others = start_ranks(task) if task["ranks"] > 1 else []
     if task["batch_size"]:
         limit_memory(MARGIN)
-    meter = Meter(channel.ask, warmup=task["warmup"])
+    timer = RoundTimer(channel.ask, warmup=task["warmup"])
 
     def report(find: Find) -> None:
-        serve(channel, meter, find)
+        serve(channel, timer, find)
         end_ranks(others)
 
-    measure_program(task, meter, report)
+    measure_program(task, timer, report)
 
 
 if __name__ == "__main__":

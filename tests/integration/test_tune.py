@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from benchmarks.answers import ANSWERS, Answer
 from lightning_turbo import GradToNone
 from lightning_turbo.cli import main
-from lightning_turbo.measure import Channel, Interrupt, Meter, Progress, SkippedError, serve
+from lightning_turbo.measure import Channel, Interrupt, Progress, RoundTimer, SkippedError, serve
 from lightning_turbo.tune.candidates import combine, list_candidates, list_rank_candidates
 from lightning_turbo.tune.evidence import DEFAULT, Configuration
 from lightning_turbo.tune.report import script_text, yaml_text
@@ -107,7 +107,7 @@ def run(program, *names, mode="step", steps=20, warmup=4, module=False, argument
     """Run a script in this process for so many steps."""
     asked = []
     orders = iter([{"order": "round", "lead": warmup, "steps": steps - warmup}, {"order": "border"}, {"order": "end"}])
-    meter = Meter(lambda event: asked.append(event) or next(orders), warmup=warmup)
+    timer = RoundTimer(lambda event: asked.append(event) or next(orders), warmup=warmup)
     settings = dataclasses.asdict(combine(TABLE[name] for name in names))
     task = {"program": str(program), "module": module, "arguments": list(arguments), "mode": mode}
     task |= {"settings": settings, "ranks": 1, "batch_size": batch_size, "folder": "written"}
@@ -120,7 +120,7 @@ def run(program, *names, mode="step", steps=20, warmup=4, module=False, argument
             except Exception as error:
                 outcomes.append(error)
 
-    measure_program(task, meter, report)
+    measure_program(task, timer, report)
     if isinstance(outcomes[0], Exception):
         raise outcomes[0]
     return outcomes[0], asked
@@ -263,8 +263,8 @@ UNTRACEABLE = "import torch._dynamo\nraise torch._dynamo.exc.Unsupported('a page
 def test_a_failure_is_told_in_one_line_once(script, text, event, reason, capfd):
     told, program = io.StringIO(), script(text)
     task = {"program": str(program), "module": False, "arguments": [], "mode": "step", "folder": "written"}
-    meter = Meter(dict)
-    measure_program(task, meter, lambda find: serve(Channel(io.StringIO(), told), meter, find))
+    timer = RoundTimer(dict)
+    measure_program(task, timer, lambda find: serve(Channel(io.StringIO(), told), timer, find))
     said = json.loads(told.getvalue())
     assert said["event"] == event
     assert re.fullmatch(reason, said["reason"])

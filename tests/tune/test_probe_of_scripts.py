@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_turbo.measure import Meter, SkippedError
+from lightning_turbo.measure import RoundTimer, SkippedError
 from lightning_turbo.tune.candidates import combine, list_candidates
 from lightning_turbo.tune.worker import measure_program
 
@@ -100,7 +100,7 @@ def run(monkeypatch, *, names=(), mode="step", steps=30, lengths=(), **places):
             except Exception as error:
                 outcomes.append(error)
 
-    measure_program(task, Meter(lambda event: next(orders), warmup=2), report)
+    measure_program(task, RoundTimer(lambda event: next(orders), warmup=2), report)
     if isinstance(outcomes[0], Exception):
         raise outcomes[0]
     return outcomes[0]

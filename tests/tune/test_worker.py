@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_turbo.measure import Meter
+from lightning_turbo.measure import RoundTimer
 from lightning_turbo.tune.candidates import combine, list_candidates
 from lightning_turbo.tune.worker import measure_program
 from tests.children import status_of_child
@@ -74,7 +74,7 @@ def ends(mode="step", step="pass", arguments="", names=(), order="end", text=SCR
         with open("reported.json", "a") as file:
             file.write(json.dumps(said))
 
-    status = status_of_child(lambda: measure_program(task, Meter(lambda event: next(orders)), report))
+    status = status_of_child(lambda: measure_program(task, RoundTimer(lambda event: next(orders)), report))
     files = sorted(path.name for path in Path().iterdir() if path.name not in ("train.py", "reported.json"))
     return json.loads(Path("reported.json").read_text()), status, files
 

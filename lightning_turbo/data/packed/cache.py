@@ -77,8 +77,8 @@ def cache_transforms(
         >>> cached == cache_transforms([1.5, 2.5], folder, key="numbers, v1"), float(PackedDataset(cached)[1])
         (True, 2.5)
     """
-    told = _check_key(key(dataset) if callable(key) else key)
-    name = digest_of(told, len(dataset), foreground, compress)
+    checked = _check_key(key(dataset) if callable(key) else key)
+    name = digest_of(checked, len(dataset), foreground, compress)
     packing = Packing(Path(folder) / name[:32], compress, num_workers, progress=progress, exist_ok=True)
     if not packing.target.exists():
         contents = {"classes": list(getattr(dataset, "classes", ())), "foreground": foreground}

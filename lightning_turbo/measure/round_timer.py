@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Meter"]
+__all__ = ["RoundTimer"]
 
 
-class Meter:
+class RoundTimer:
     """Counts steps, times rounds of steps, and waits while other processes are measured.
 
     The measured process creates it before its work begins; it is over when the controlling program sends the order to
@@ -83,13 +83,13 @@ class Meter:
         if self._phase == "lead":
             # The unmeasured steps of the lead show how many steps fit into the duration of a round.
             if self._seconds:
-                self.synchronise()
+                self.synchronize()
                 took = (time.perf_counter() - self._start) / self._lead
                 self._steps = max(1, round(self._seconds / took))
             self._open("round", self._steps)
             return True
         # Before reading the clock, because the device may still be busy with queued steps.
-        self.synchronise()
+        self.synchronize()
         event: dict[str, Any] = {"event": "border" if self.border else "ready"}
         self.border = False
         if self._phase == "round":
@@ -117,10 +117,10 @@ class Meter:
         self._phase = phase
         self._left = steps
         self._samples = 0
-        self.synchronise()
+        self.synchronize()
         self._start = time.perf_counter()
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

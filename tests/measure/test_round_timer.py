@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_turbo.measure import Meter, meter
+from lightning_turbo.measure import RoundTimer, round_timer
 
 END = {"order": "end"}
 
@@ -9,12 +9,12 @@ END = {"order": "end"}
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(round_timer.time, "perf_counter", lambda: now[0])
     return now
 
 
 class Runner:
-    """Answers the meter with orders given beforehand, while time goes by, and keeps what it was told."""
+    """Answers the timer with orders given beforehand, while time goes by, and keeps what it was told."""
 
     def __init__(self, clock, *orders):
         self.clock = clock
@@ -34,7 +34,7 @@ def round_of(steps, lead=0):
 @pytest.mark.parametrize("lead", [0, 3])
 def test_only_the_steps_of_a_round_are_measured(clock, lead):
     runner = Runner(clock, round_of(4, lead), round_of(4, lead), END)
-    made = Meter(runner, warmup=5)
+    made = RoundTimer(runner, warmup=5)
     steps = 0
     while made.step(samples=2):
         steps += 1
@@ -50,19 +50,19 @@ def test_only_the_steps_of_a_round_are_measured(clock, lead):
 
 def test_a_process_on_a_gpu_gives_back_what_it_does_not_use_before_it_waits(monkeypatch):
     order = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronise"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("give back"))
     orders = [round_of(1, lead=1), END]
-    made = Meter(lambda event: order.append("wait") or orders.pop(0), device="cuda", warmup=1)
+    made = RoundTimer(lambda event: order.append("wait") or orders.pop(0), device="cuda", warmup=1)
     while made.step():
         order.append("step")
-    turn = ["synchronise", "give back", "wait"]
-    assert order == [*turn, "synchronise", "step", "synchronise", "step", *turn]
+    turn = ["synchronize", "give back", "wait"]
+    assert order == [*turn, "synchronize", "step", "synchronize", "step", *turn]
 
 
 def test_what_is_left_out_is_no_part_of_a_round(clock):
     runner = Runner(clock, round_of(2), END)
-    made = Meter(runner, warmup=1)
+    made = RoundTimer(runner, warmup=1)
     assert made.step()
     clock[0] += 1.0
     assert made.step()
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_no_part_of_a_round(clock):
 
 def test_an_order_to_go_over_a_border_lasts_until_it_is_said_to_be_over(clock):
     runner = Runner(clock, {"order": "border"}, round_of(1), END)
-    made = Meter(runner, warmup=1)
+    made = RoundTimer(runner, warmup=1)
     assert made.step()
     assert made.border
     assert all(made.step() for _ in range(1000)), "as many steps as the end of the epoch is away"
