@@ -272,7 +272,8 @@ def _pack(arguments: argparse.Namespace) -> int:
 
 def _show_progress() -> Callable[[int, int], None]:
     """Return a function that draws a progress bar with the remaining time, on a terminal only."""
-    begun, before = time.monotonic(), sys.maxsize  # the number that an interrupted call had packed
+    begun = time.monotonic()
+    before = sys.maxsize  # the number of files that an interrupted call had packed
 
     def show(done: int, total: int) -> None:
         nonlocal before

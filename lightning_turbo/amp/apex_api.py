@@ -61,7 +61,8 @@ class _Session:
         an optimizer may have none.
         """
         self.casts.attach(optimizer, models)
-        inner, earlier = optimizer.step, vars(optimizer).get("step")
+        inner = optimizer.step
+        earlier = vars(optimizer).get("step")
 
         @functools.wraps(inner)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +74,8 @@ class _Session:
 
     def start_casts(self, models: Sequence[nn.Module]) -> None:
         """Start O1's casts."""
-        casts, dtype = self.casts.function_casts, self.casts.properties.cast_model_outputs
+        casts = self.casts.function_casts
+        dtype = self.casts.properties.cast_model_outputs
         if casts is None:
             return
         if dtype is not None:
@@ -338,7 +340,8 @@ def shutdown() -> None:
     global _disabled, _session
     if _session is not None:
         _session.end()
-    _session, _disabled = None, False
+    _session = None
+    _disabled = False
 
 
 @contextlib.contextmanager
@@ -380,7 +383,8 @@ def scale_loss(
     if _disabled:
         yield loss
         return
-    session, optimizer_list = _need_session("scale_loss"), _as_list_of("optimizers", optimizers, Optimizer)
+    session = _need_session("scale_loss")
+    optimizer_list = _as_list_of("optimizers", optimizers, Optimizer)
     known = is_whole(loss_id, 0) and loss_id < len(session.scalers)
     expect(known, "loss_id", loss_id, f"0 to {len(session.scalers) - 1}, or a larger num_losses", AmpLookupError)
     foreign = [type(optimizer).__name__ for optimizer in optimizer_list if not _is_known(optimizer)]

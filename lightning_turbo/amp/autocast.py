@@ -127,7 +127,8 @@ class _ApexLists(TorchFunctionMode):
         self.actions = actions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        action, kwargs = self.actions.get(func), kwargs or {}
+        action = self.actions.get(func)
+        kwargs = kwargs or {}
         # Composite functions are entered even if autocast is off, because it may be switched on inside them.
         if action is None or not (action is _LOOK_INTO or torch.is_autocast_enabled(self.device_type)):
             return func(*args, **kwargs)

@@ -91,7 +91,8 @@ def to_torch_adam(optimizer: Any) -> Any:
         optimizer = optimizer["optimizer_state_dict"]
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
         return optimizer
-    state, groups = dict(optimizer["state"]), list(optimizer["param_groups"])
+    state = dict(optimizer["state"])
+    groups = list(optimizer["param_groups"])
     for index, group in enumerate(groups):
         # torch's groups have neither of the first two keys; those of apex's other optimizers have the third.
         if {"step", "bias_correction"} <= group.keys() and "grad_averaging" not in group:
@@ -179,7 +180,9 @@ def _read(path: Path, trust: bool) -> dict[str, Any]:
 def _from_plain(path: Path, checkpoint: dict[str, Any], prefix: str | None) -> dict[str, Any]:
     """Return what Lightning 2 would have saved in place of a plain script's file."""
     parts = _find_parts(path, checkpoint)
-    weights, epoch, step = parts["model"], int(parts["epoch"] or 0), int(parts["step"] or 0)
+    weights = parts["model"]
+    epoch = int(parts["epoch"] or 0)
+    step = int(parts["step"] or 0)
     _warn_of_zeros(path, epoch, step, parts["lr_scheduler"])
     wide = _float_state(weights, _wrapper(weights), prefix or "")
     if prefix is None:

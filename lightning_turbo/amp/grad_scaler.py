@@ -354,7 +354,8 @@ class ApexGradScaler(GradScaler):
         Raises:
             KeyError: If ``loss_scale`` or ``unskipped`` is missing.
         """
-        scale, unskipped = float(state_dict["loss_scale"]), int(state_dict["unskipped"])
+        scale = float(state_dict["loss_scale"])
+        unskipped = int(state_dict["unskipped"])
         self.max_scale = max(self.max_scale, scale)
         self._enabled = self.dynamic or scale != 1.0
         self._init_scale = scale

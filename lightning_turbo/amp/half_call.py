@@ -171,7 +171,8 @@ class HalfCall:
     def _put_back(self, position: Position, wide: Tensor | None, half: Tensor | None) -> Written | None:
         """Restore a float32 tensor. Return what was written to it, if that may accumulate."""
         module, holder, name, kind = position
-        now, by_data = holder.get(name), False
+        now = holder.get(name)
+        by_data = False
         if wide is None or half is None:  # a buffer that did not exist before the call
             return self._widen_made(position, now)
         # The position holds the copy, written to or not; or a new buffer from the module; or something else, which

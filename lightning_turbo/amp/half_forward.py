@@ -262,7 +262,8 @@ class HalfForward:
     def cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return ``root`` and the modules below it whose own tensors are cast, each once."""
         modules: list[nn.Module] = []
-        waiting, seen = [root], set()
+        waiting = [root]
+        seen = set()
         while waiting:
             module = waiting.pop()
             # A module may occur in several places.

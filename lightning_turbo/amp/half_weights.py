@@ -62,7 +62,8 @@ class HalfWeights:
         buffers = module.buffers(recurse=False) if own else ()
         for tensor in (*(own - kept), *buffers):
             if needs_cast(tensor, self.dtype):
-                tensor.data, tensor.grad = tensor.data.to(self.dtype), None
+                tensor.data = tensor.data.to(self.dtype)
+                tensor.grad = None
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
@@ -74,7 +75,8 @@ class HalfWeights:
             before = self._half_before.get(part, ())
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None and tensor.dtype is self.dtype and name not in before:
-                    tensor.data, tensor.grad = tensor.data.float(), None
+                    tensor.data = tensor.data.float()
+                    tensor.grad = None
         for optimizer in optimizers:
             cast_state(optimizer)
 

@@ -60,7 +60,8 @@ class Progress:
         self._draw()
 
     def _describe(self) -> str:
-        passed, left = time.monotonic() - self._start, max(0.0, self._deadline - time.monotonic())
+        passed = time.monotonic() - self._start
+        left = max(0.0, self._deadline - time.monotonic())
         return f"{passed:.0f} s passed" + ("" if left == math.inf else f", {left:.0f} s left") + f": {self._text}"
 
     def _draw(self) -> None:

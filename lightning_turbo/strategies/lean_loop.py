@@ -56,7 +56,9 @@ class LeanPlan(NamedTuple):
 
 def plan_lean(trainer: Any) -> LeanPlan:
     """Decide what the lean step may leave out in a run; methods replaced later in the run are not noticed."""
-    strategy, module, plugin = trainer.strategy, trainer.lightning_module, trainer.strategy.precision_plugin
+    strategy = trainer.strategy
+    module = trainer.lightning_module
+    plugin = strategy.precision_plugin
     movers = [module] if trainer.datamodule is None else [module, trainer.datamodule]
     return LeanPlan(
         transfer=all(inherits(mover, DataHooks, _TRANSFER) for mover in movers)
@@ -125,9 +127,11 @@ def install_lean(trainer: Any) -> Callable[[], None]:
     undo.callback(setattr, trainer.strategy, "lean_plan", None)
     _replace(undo, loop, "automatic_optimization", LeanOptimization(loop.automatic_optimization))
     _replace(undo, trainer.fit_loop, "epoch_loop", LeanEpochLoop(loop))
-    stock, connector = loop._results, trainer._logger_connector
+    stock = loop._results
+    connector = trainer._logger_connector
     if type(connector) is LoggerConnector and type(stock) is ResultCollection:
-        results, connector = LeanResults(stock), LeanLoggerConnector(connector)
+        results = LeanResults(stock)
+        connector = LeanLoggerConnector(connector)
         # Lightning's own collection is read after the run.
         undo.callback(stock.update, results)
         _replace(undo, loop, "_results", results)
@@ -147,7 +151,8 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 def call_callbacks(trainer: Any, module: Any, hook: str, *args: Any) -> None:
     """Call a hook of every callback. Follows ``call._call_callback_hooks``."""
     state = vars(module)
-    before, state["_current_fx_name"] = state["_current_fx_name"], hook
+    before = state["_current_fx_name"]
+    state["_current_fx_name"] = hook
     for callback in trainer.callbacks:
         function = getattr(callback, hook)
         if callable(function):
@@ -161,7 +166,8 @@ def call_hook(owner: Any, module: Any, hook: str, *args: Any, **kwargs: Any) -> 
     Follows ``call._call_lightning_module_hook`` and ``call._call_strategy_hook``.
     """
     state = vars(module)
-    before, state["_current_fx_name"] = state["_current_fx_name"], hook
+    before = state["_current_fx_name"]
+    state["_current_fx_name"] = hook
     function = getattr(owner, hook)
     output = function(*args, **kwargs) if callable(function) else None
     state["_current_fx_name"] = before
@@ -215,7 +221,8 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
         """
         strategy: Any = self.trainer.strategy
         lean = self.automatic_optimization, strategy.lean_plan
-        self.automatic_optimization, strategy.lean_plan = AutomaticOptimization(self.trainer), None
+        self.automatic_optimization = AutomaticOptimization(self.trainer)
+        strategy.lean_plan = None
         self.automatic_optimization.__dict__ = lean[0].__dict__
         try:
             super().advance(data_fetcher)
@@ -241,7 +248,9 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
         """
         # The sequence None, True, False, False, ...: whether this is the first batch after a reset.
         connector._first_loop_iter = connector._first_loop_iter is None
-        self._results.batch, self._results.batch_size, self._results.dataloader_idx = batch, None, None
+        self._results.batch = batch
+        self._results.batch_size = None
+        self._results.dataloader_idx = None
 
     def _train_on_batch(self, batch: Any, batch_idx: int) -> tuple[Any, bool]:
         """Return the output of the step, and whether a hook ended the epoch before it.
@@ -252,7 +261,8 @@ class LeanEpochLoop(InPlaceOf, TrainingEpochLoop):
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
             return None, False
         trainer: Any = self.trainer
-        strategy, module = trainer.strategy, trainer.lightning_module
+        strategy = trainer.strategy
+        module = trainer.lightning_module
         call_callbacks(trainer, module, "on_train_batch_start", batch, batch_idx)
         ends_epoch = call_hook(module, module, "on_train_batch_start", batch, batch_idx) == -1
         call_hook(strategy, module, "on_train_batch_start", batch, batch_idx)
@@ -304,7 +314,9 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Any]) -> None:
         """Call the module's ``optimizer_step``. Follows ``_AutomaticOptimization._optimizer_step``."""
-        trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
+        trainer = self.trainer
+        strategy = trainer.strategy
+        module = trainer.lightning_module
         # Only a strategy that accumulates by itself is called inside a window.
         steps = not (strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate())
         progress = self.optim_progress.optimizer.step
@@ -318,7 +330,8 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
 
     def _on_before_zero_grad(self, optimizer: Any) -> None:
         """Call the hooks before clearing gradients. Follows ``_AutomaticOptimization._on_before_zero_grad``."""
-        trainer, module = self.trainer, self.trainer.lightning_module
+        trainer = self.trainer
+        module = trainer.lightning_module
         progress = self.optim_progress.optimizer.zero_grad
         progress.increment_ready()
         call_callbacks(trainer, module, "on_before_zero_grad", optimizer)
@@ -327,7 +340,9 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
 
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """Clear the gradients, if there are any. Follows ``_AutomaticOptimization._optimizer_zero_grad``."""
-        trainer, module, plan = self.trainer, self.trainer.lightning_module, self._plan
+        trainer = self.trainer
+        module = trainer.lightning_module
+        plan = self._plan
         # With release_gradients, the first forward pass of a window starts without gradients.
         if not plan.zero_grad or any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
@@ -335,7 +350,9 @@ class LeanOptimization(InPlaceOf, AutomaticOptimization):
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         """Return the loss of a batch. Follows ``_AutomaticOptimization._training_step``."""
-        trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
+        trainer = self.trainer
+        strategy = trainer.strategy
+        module = trainer.lightning_module
         output = call_hook(strategy, module, "training_step", *kwargs.values())
         strategy.post_training_step()
         # Lightning divides by accumulate_grad_batches even if it is 1: one more kernel, and a graph node.
@@ -377,7 +394,8 @@ class LeanStrategy(Strategy):
 
         Follows ``Strategy.backward``, ``Precision.pre_backward`` and ``Precision.post_backward``.
         """
-        plugin, module = self.precision_plugin, self.lightning_module
+        plugin = self.precision_plugin
+        module = self.lightning_module
         if self.lean_plan is None or module is None or not self.lean_plan.backward:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         trainer = module.trainer
@@ -404,7 +422,8 @@ class LeanStrategy(Strategy):
     def _step_and_clip(self, module: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
         """Run the closure and clip. Follows ``Precision._wrap_closure`` and ``Precision._after_closure``."""
         result = closure()
-        trainer, plan = module.trainer, self.lean_plan
+        trainer = module.trainer
+        plan = self.lean_plan
         call_callbacks(trainer, module, "on_before_optimizer_step", optimizer)
         call_hook(module, module, "on_before_optimizer_step", optimizer)
         clip = {

@@ -48,7 +48,9 @@ class PerSample(Transform):
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Transform images and masks."""
         seed, epoch, indices = draws.samples
-        images, masks, done = len(parts.images), len(parts.masks), []
+        images = len(parts.images)
+        masks = len(parts.masks)
+        done = []
         if images + masks > 1 and not self._takes_several():
             raise ValueError(
                 f"PerSample: expected a transform that changes several images, or masks with an image, alike, got "

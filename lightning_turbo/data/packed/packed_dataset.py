@@ -194,7 +194,8 @@ def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
         return {}, np.load(path) if path.suffix == ".npz" else {path.stem: path}
     if not (path / CONTENTS).is_file():
         there = f"a folder without {CONTENTS}" if path.is_dir() else "which does not exist"
-        unfinished, begun = path.absolute().with_name(f"{path.absolute().name}.partial"), ""
+        unfinished = path.absolute().with_name(f"{path.absolute().name}.partial")
+        begun = ""
         if unfinished.is_dir():
             begun = f" Packing was interrupted: {str(unfinished)!r}. The same call continues there."
         raise FileNotFoundError(

@@ -186,7 +186,8 @@ class Rows:
 
     def __getitem__(self, row: int) -> Any:
         """Return a string, a view of the mapped file, or a compressed array, of which only slices are read."""
-        (begin, size), (kind, shape) = self.index[row, :2].tolist(), _kind_and_shape(self.index[row])
+        begin, size = self.index[row, :2].tolist()
+        kind, shape = _kind_and_shape(self.index[row])
         if kind == TEXT:
             return self.bytes[begin : begin + size].tobytes().decode()
         if not kind.startswith(COMPRESSED):
