@@ -42,7 +42,7 @@ def test_a_module_is_kept_in_float32(level, by_name):
         assert seen == [(torch.float32, torch.float32)]
     amp.shutdown()
     for wrong in ("nothing", 3, nn.LSTM):
-        with pytest.raises(AmpUsageError, match=r"keep_fp32_modules: expected a name from model.named_modules\(\)"):
+        with pytest.raises(AmpUsageError, match=r"keep_fp32_modules: expected a name in model.named_modules\(\)"):
             amp.initialize(net, keep_fp32_modules=[wrong], **settings)
     with pytest.raises(AmpUsageError, match="contradicts O1"):
         amp.initialize(net, opt_level="O1", keep_fp32_modules=keep)

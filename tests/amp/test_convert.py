@@ -168,7 +168,7 @@ def test_a_lightning_1_file_with_objects_needs_trust(trained, tmp_path, monkeypa
     ({"model": 3, "optimizer": {}}, r"has model, optimizer: expected .* with what state_dict\(\) returned"),
     ({f"part{i}": torch.ones(1) for i in range(120)}, r"has part0, .*part7 and 112 more: expected a checkpoint"),
     ([1, 2], r"old.pt: expected a dict of states, got 'list'"),
-    (b"not a checkpoint at all", r"cannot be read as a checkpoint.*Expected a whole file"),
+    (b"not a checkpoint at all", r"cannot be read as a checkpoint.*Expected a full file"),
     (0.5, "cannot be read as a checkpoint"),
 ])  # fmt: skip
 def test_what_cannot_be_converted_is_refused(content, match, trained, tmp_path):

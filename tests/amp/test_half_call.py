@@ -288,7 +288,7 @@ STRUCTURES = {
 def test_a_network_that_computes_its_loss_in_half_is_named_once(structure, level, dtype):
     net = WithLoss(lambda *args: nn.functional.cross_entropy(*args), STRUCTURES[structure])
     net, optimizer = initialized(net, level, dtype=dtype)
-    with pytest.warns(TurboWarning, match=r"WithLoss returns a scalar.*outside of the network.*keep_fp32_modules"):
+    with pytest.warns(TurboWarning, match=r"WithLoss returns a scalar.*outside the network.*keep_fp32_modules"):
         loss = loss_of(net(torch.arange(64)))
     backward(loss, optimizer)
     with torch.no_grad():

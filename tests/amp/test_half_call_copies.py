@@ -241,7 +241,7 @@ def test_a_module_with_others_below_it_that_writes_to_a_buffer_is_named(replaces
     net = Counting(replaces, nn.Linear(4, 2))
     initialized(net)
     for _ in range(2):
-        with pytest.warns(TurboWarning, match=r"Counting writes to a buffer.*keep_fp32_modules=\[Counting\]"):
+        with pytest.warns(TurboWarning, match=r"Counting writes to its own buffer.*keep_fp32_modules=\[Counting\]"):
             net(torch.full((2, 4), 2.0))
     assert net.count == 2
     assert net.average.dtype is net.below.weight.dtype is torch.float32

@@ -50,7 +50,7 @@ def test_an_override_is_read(level, override, name, value):
     ("O2", {"master_weights": 1}, ValueError, "master_weights: expected True or False, got 1."),
     ("O1", {"cast_model_type": HALF}, ValueError, "contradicts O1: its weights stay float32"),
     ("O2", {"cast_model_type": BRAIN}, ValueError, "as requested by dtype="),
-    ("O2", {"cast_model_type": torch.int8}, ValueError, "expected a floating dtype"),
+    ("O2", {"cast_model_type": torch.int8}, ValueError, "expected a floating-point dtype"),
     ("O2", {"cast_model_outputs": "fp7"}, TypeError, "cast_model_outputs: expected a torch dtype"),
     ("O3", {"patch_torch_functions": True}, ValueError, "only O1 casts around functions"),
 ])  # fmt: skip
