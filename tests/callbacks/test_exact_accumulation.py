@@ -138,7 +138,7 @@ class Second(ExactAccumulation):
 
 @pytest.mark.parametrize(("model", "make", "message"), [
     (Manual, list, "manual optimization divides its losses itself"),
-    (Net, lambda: [Second()], "several of them"),
+    (Net, lambda: [Second()], "several of these"),
     (Quasi, list, "got LBFGS, which runs it several times"),
     (Net, lambda: [Second(3)], r"ExactAccumulation\(weight\): expected a function .* got 3"),
 ])  # fmt: skip
