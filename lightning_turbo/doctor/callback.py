@@ -153,7 +153,8 @@ class Doctor(Callback):
         self.reports = trainer.is_global_zero
         if self.stop and trainer.world_size == 1:
             # If it continued, possibly with shortened epochs, it would overwrite the results of a longer run.
-            self._examined, self._guard.outlook = trainer, "The program is ended, as it would be after the report."
+            self._examined = trainer
+            self._guard.outlook = "The program is ended, as it would be after the report."
         # Only the first rank watches.
         plan = self.plan if self.reports else Plan(self.plan.warmup, self.plan.timed, 0)
         self._session = Session(plan, trainer, self._guard, self._begin, frame)
@@ -186,7 +187,8 @@ class Doctor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop watching, report, and let the exception pass. Ctrl-C and SIGTERM end the program like ``stop``."""
-        session, self._examined = self._session, None  # the program ends with its own error
+        session = self._session
+        self._examined = None  # the program ends with its own error
         if session is None:
             return
         if self._is_enough(session):
@@ -305,7 +307,8 @@ class _Ending(Listener):
 
     def _is_near(self) -> bool:
         """Return whether the end of the first epoch is worth waiting for."""
-        session, border = self.session, self.doctor.border
+        session = self.session
+        border = self.doctor.border
         if border == "skip" or session.trainer.world_size > 1:
             return False
         if border == "cut":

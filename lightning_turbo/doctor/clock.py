@@ -240,7 +240,8 @@ class FitClock:
         """An action ends."""
         if not self._methods:
             return
-        names, hook = [name for name, _ in self._stack], action.rpartition(".")[2]
+        names = [name for name, _ in self._stack]
+        hook = action.rpartition(".")[2]
         # Actions that an exception left open end with the enclosing one.
         if action in names:
             del self._stack[names.index(action) :]
@@ -383,7 +384,8 @@ class _LoggerAction:
     """
 
     def __init__(self, clock: FitClock, action: str) -> None:
-        self.clock, self.action = clock, action
+        self.clock = clock
+        self.action = action
 
     def __call__(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self.clock._guard.run(self.clock.start, self.action)

@@ -40,7 +40,8 @@ GROUP_NAMES = ("params", "param_names", "name")
 
 def run_facts(trainer: Any) -> RunSettings:
     """Return the settings of the machine, the process and the Trainer."""
-    device, newer = trainer.strategy.root_device, getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    device = trainer.strategy.root_device
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return RunSettings(
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),

@@ -51,13 +51,16 @@ def examine(
         TurboError: If the script does not exist, or reports cannot be written to ``out``.
         ValueError: If a count of steps is too small.
     """
-    folder, start, made = Path(out).resolve(), os.getcwd(), []  # resolved first: the script may change the directory
+    folder = Path(out).resolve()  # resolved first: the script may change the directory
+    start = os.getcwd()
+    made = []
 
     def make_doctors() -> list[Any]:
         from lightning_turbo.doctor.callback import Doctor  # the script must choose its copy of Lightning first
 
         name = "doctor" if not made else f"doctor-{len(made) + 1}"
-        page, data = folder / f"{name}.txt", folder / f"{name}.json"
+        page = folder / f"{name}.txt"
+        data = folder / f"{name}.json"
         border = "wait" if keep_going else "cut"
         made.append(Doctor(**steps, text=page, json=data, stop=not keep_going, border=border))
         return made[-1:]

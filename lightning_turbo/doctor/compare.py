@@ -37,7 +37,8 @@ def compare(before: Path, after: Path) -> int:
         TurboError: If a file is not a report of this version.
     """
     old, new = _read(before), _read(after)
-    ratio, grown = _ratio(old["steps"], new["steps"]), _grown(old, new)
+    ratio = _ratio(old["steps"], new["steps"])
+    grown = _grown(old, new)
     worse = [*([f"slower: {ratio[0]}{grown}"] if ratio[1] > SLOWER else []), *_new_findings(old, new)]
     for line in worse or [f"nothing got slower, and no finding is new: {ratio[0]}"]:
         print_lines(f"lightning-turbo doctor: {line}")

@@ -40,7 +40,8 @@ class Length:
 
 def fit_length(trainer: Any, epochs: float) -> Length:
     """Return how long a Trainer that is about to train will fit; ``epochs`` is counted from its settings."""
-    batches, every = trainer.num_training_batches, trainer.check_val_every_n_epoch
+    batches = trainer.num_training_batches
+    every = trainer.check_val_every_n_epoch
     limits = trainer.num_val_batches if trainer.enable_validation else []
     between = trainer.val_check_batch
     # None means validation by wall-clock time, infinity one at the end of an epoch of unknown length.
@@ -72,7 +73,8 @@ class FitTiming(Listener):
         now = time.perf_counter()
         key = (before, "") if before else (self._moment.part, self._moment.action)
         self.seconds[-1][key] = self.seconds[-1].get(key, 0.0) + now - self._last
-        self._last, self._moment = now, moment
+        self._last = now
+        self._moment = moment
 
     def begin_epoch(self) -> None:
         """Count the following time for the next epoch."""

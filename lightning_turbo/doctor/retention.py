@@ -36,7 +36,8 @@ class Retention(Listener):
 
     def __init__(self, plan: Plan, module: nn.Module, others: Iterable[object] = ()) -> None:
         self.plan = plan
-        self.module, self.others = module, list(others)
+        self.module = module
+        self.others = list(others)
         self._history: list[dict[tuple[str, str], int]] = []  # number of graph nodes after each step
 
     def end_step(self, step: int) -> None:

@@ -120,7 +120,8 @@ class Session:
 
     def _why_not_inside(self) -> str:
         """Return why something in the run would behave differently under a function mode; empty if nothing would."""
-        strategy, modules = type(self.trainer.strategy), list(self.trainer.lightning_module.modules())
+        strategy = type(self.trainer.strategy)
+        modules = list(self.trainer.lightning_module.modules())
         if any(map(_is_compiled, modules)):
             return "the model is compiled"
         if _has_compiled():
@@ -143,7 +144,8 @@ class Session:
         Args:
             interrupted: The name of the exception that ended the run, if one did.
         """
-        plan, timed = self.plan, len(self.steps.steps)
+        plan = self.plan
+        timed = len(self.steps.steps)
         if self.clock.step >= plan.needed:
             return ""
         end = f"was ended by {interrupted}" if interrupted else "ended"
@@ -163,8 +165,12 @@ class Session:
 
     def facts(self, ranks: tuple[Rank, ...] = ()) -> tuple[Facts, list[Segment]]:
         """Return everything that was measured, including the facts of all ``ranks``, and the mean step."""
-        trainer, module, watch, sources = self.trainer, self.trainer.lightning_module, self.watch, self.sources
-        segments, steps = self.steps.mean_step(), self.steps.each_step()
+        trainer = self.trainer
+        module = self.trainer.lightning_module
+        watch = self.watch
+        sources = self.sources
+        segments = self.steps.mean_step()
+        steps = self.steps.each_step()
         batch = self.batch or collect.BatchFacts()
         seen = Seen(
             watched=watch.watched,

@@ -35,7 +35,8 @@ class ShortEpochs(Listener):
 
     def cut(self, length: Length) -> None:
         """Shorten the epochs when training starts, if the fit is longer than the planned steps."""
-        trainer, loop = self.trainer, self.trainer.fit_loop
+        trainer = self.trainer
+        loop = self.trainer.fit_loop
         self._cuts = self.steps < length.batches * length.epochs
         if not self._cuts:
             return

@@ -197,7 +197,8 @@ def _site_of(frame: FrameType) -> Site:
 
 def _library_of(frame: FrameType) -> str:
     """Return the name by which a user knows the library of a frame; empty for torch's own plumbing."""
-    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+    file = frame.f_code.co_filename
+    module = str(frame.f_globals.get("__name__"))
     if file.startswith(_TORCH):
         found = (name for start, name in _PARTS_OF_TORCH.items() if module.startswith(start))
         return next(found, "")

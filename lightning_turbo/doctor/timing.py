@@ -106,7 +106,8 @@ class StepTiming(Listener):
         sums: dict[tuple[str, str], float] = {}
         for key, seconds in chain.from_iterable(step.items() for step in self.each_step()):
             sums[key] = sums.get(key, 0.0) + seconds
-        segments, start = [], 0.0
+        segments = []
+        start = 0.0
         order = list(PHASES)
         for (action, phase), total in sorted(sums.items(), key=lambda item: order.index(item[0][1])):
             segments.append(Segment(action, phase, start, total / len(self.steps)))

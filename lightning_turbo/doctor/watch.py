@@ -69,7 +69,10 @@ class StepWatch(Listener):
         cuda: bool = False,
         why_not: Callable[[], str] = str,
     ) -> None:
-        self.sources, self.guard, self.plan, self.cuda = sources, guard, plan, cuda
+        self.sources = sources
+        self.guard = guard
+        self.plan = plan
+        self.cuda = cuda
         # None if another profile function is set, which this one would replace.
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
         self.watched = 0
@@ -151,7 +154,8 @@ class StepWatch(Listener):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Call a torch function and record what it does."""
-        self._calling, self._waited = threading.get_ident(), False
+        self._calling = threading.get_ident()
+        self._waited = False
         start = time.perf_counter()
         try:
             result = func(*args, **kwargs)
@@ -177,7 +181,8 @@ class StepWatch(Listener):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
         """Return kind and name of what a call did in a run on CUDA, where torch reports whether it waited."""
-        copied, uploaded = copied_array(name, args, kwargs), upload(name, args, kwargs)
+        copied = copied_array(name, args, kwargs)
+        uploaded = upload(name, args, kwargs)
         if not self._waited:
             return ("copied", copied) if copied else ("", "")
         # A wait is a copy to the device if a value arrived there and not all inputs were there before.
@@ -242,7 +247,8 @@ def report_waits(note: Callable[[FrameType], None]) -> Iterator[None]:
     Afterwards the mode, the warning filters and ``showwarning`` are restored. A mode set by the user stays in effect:
     ``"error"`` still ends the run, and with ``"warn"`` the warnings are also shown.
     """
-    before, thread = torch.cuda.get_sync_debug_mode(), threading.current_thread()
+    before = torch.cuda.get_sync_debug_mode()
+    thread = threading.current_thread()
     with warnings.catch_warnings():
         show = warnings.showwarning
 

@@ -96,7 +96,9 @@ class BatchSizes:
 
     def _grow(self) -> None:
         """Find the largest size that fits, measuring each size on the way."""
-        low, high, samples_of_an_epoch = self.base, 2 * self.base, self.facts["samples"] or math.inf
+        low = self.base
+        high = 2 * self.base
+        samples_of_an_epoch = self.facts["samples"] or math.inf
         # low fits. Until a size has failed, sizes double; once high has failed (it is in rows), bisect.
         while high not in self.rows or high - low > max(1, low // 8):
             size = (low + high) // 2 if high in self.rows else high

@@ -109,7 +109,8 @@ def _epochs(trainer: Any, batches: int | None) -> float | None:
 
 def _validations(trainer: Any, batches: int | None) -> float:
     """Return the mean number of validations per epoch."""
-    loop, every = trainer.fit_loop.epoch_loop.val_loop, trainer.val_check_batch
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    every = trainer.val_check_batch
     if loop._combined_loader is None or loop.skip:
         return 0.0
     if every is None or every == float("inf") or batches is None:  # by wall-clock time, or unknown length

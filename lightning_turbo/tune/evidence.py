@@ -111,7 +111,8 @@ class Comparison:
         if not self.logs:
             return "not measured"
         spread = f"{1 / self.interval[1]:.2f} to {1 / self.interval[0]:.2f}" if self.interval else "in one process"
-        epoch, step = f"{1 / self.ratio:.2f}", f"{1 / self.step_ratio:.2f}"
+        epoch = f"{1 / self.ratio:.2f}"
+        step = f"{1 / self.step_ratio:.2f}"
         if not self.of_epochs:
             return f"a step {step} times as fast ({spread})"
         return f"{epoch} times as fast ({spread}{'' if step == epoch else f'; a step {step}'})"

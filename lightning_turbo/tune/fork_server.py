@@ -84,7 +84,8 @@ class ForkServer:
         finally:
             for each in theirs:
                 os.close(each)
-        stdin, stdout = os.fdopen(ours[0], "wb"), os.fdopen(ours[1], "rb")
+        stdin = os.fdopen(ours[0], "wb")
+        stdout = os.fdopen(ours[1], "rb")
         if "pid" not in answer:
             stdin.close()
             stdout.close()

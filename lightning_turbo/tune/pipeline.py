@@ -27,7 +27,8 @@ EQUALS = {
 }  # fmt: skip
 # Transforms that may follow the random part; of torchvision's, only spatial ones have a counterpart.
 CONVERSIONS = ("ConvertImageDtype", "EnsureType", "Normalize", "ToDtype", "ToImage", "ToTensor")
-SECONDS, MOST_SAMPLES = 0.5, 32  # loading time and samples, to estimate packing
+SECONDS = 0.5  # for loading samples to estimate packing
+MOST_SAMPLES = 32  # of those
 
 
 def _pipeline_of(dataset: Any) -> Any:
@@ -129,7 +130,8 @@ def _time_packing(dataset: Any, workers: int) -> str:
         dataset[0]
     if watch.drew:
         return "its samples draw random numbers; pack what comes before these, with cache_transforms()"
-    samples, begun = [], time.perf_counter()
+    samples = []
+    begun = time.perf_counter()
     while len(samples) < min(len(dataset), MOST_SAMPLES) and time.perf_counter() < begun + SECONDS:
         samples.append(dataset[len(samples)])
     loaded = time.perf_counter()

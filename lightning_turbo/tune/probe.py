@@ -233,7 +233,8 @@ class Probe(Callback):
 
         If the number of batches is unknown, the epoch continues instead, for a limited time.
         """
-        batches, now = trainer.num_training_batches, time.perf_counter()
+        batches = trainer.num_training_batches
+        now = time.perf_counter()
         if batches == math.inf:
             self._gives_up = min(self._gives_up, now + BORDER_SECONDS)
         has_none = batches < 2 or self.counts_borders or self.mode != "step"
@@ -247,7 +248,8 @@ class Probe(Callback):
         if batches == math.inf:
             return
         # The script sees the index of that batch, as if the batches in between were over.
-        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        loop = trainer.fit_loop.epoch_loop
+        fetcher = trainer.fit_loop._data_fetcher
         progress = loop.batch_progress.current
         left_out = int(batches) - 1 - progress.ready
         if left_out > 0:
@@ -364,17 +366,20 @@ def trainer_in_construction() -> Any:
 def replace_in_construction(trainer: Any, options: Mapping[str, Any], ranks: int, probe: Probe) -> None:
     """Give a Trainer under construction a turbo strategy if there are options, and DDP on several ranks."""
     old = trainer.strategy
-    name, devices = type(old).__name__, len(getattr(old, "parallel_devices", None) or [old.root_device])
+    name = type(old).__name__
+    devices = len(getattr(old, "parallel_devices", None) or [old.root_device])
     # Checked before it starts processes for further ranks.
     if name not in (STRATEGIES if ranks == 1 else STRATEGIES_OF_RANKS) or devices not in (1, ranks):
         expected = "one device and the default strategy, or 'turbo', or 'ddp' with its number of devices as --ranks"
         probe.refuse(f"its Trainer has strategy {name} and {devices} devices; expected {expected}.")
     if ranks > 1 and (options or name != "DDPStrategy"):
-        kind, placed = (lightning_turbo.TurboDDPStrategy if options else DDPStrategy), old.root_device
+        kind = lightning_turbo.TurboDDPStrategy if options else DDPStrategy
+        placed = old.root_device
         where = [placed if placed.type == "cpu" else torch.device(placed.type, rank) for rank in range(ranks)]
         place = {"parallel_devices": where, "cluster_environment": TorchElasticEnvironment()}
     elif options:
-        kind, place = lightning_turbo.TurboStrategy, {"device": old.root_device}
+        kind = lightning_turbo.TurboStrategy
+        place = {"device": old.root_device}
     else:
         return
     new: Any = kind(accelerator=old.accelerator, **place, **options)

@@ -59,7 +59,8 @@ def _describe_epoch(search: Search) -> str:
     baseline = search.baseline
     if baseline is None or baseline.epoch_ms is None:
         return STEPS if baseline is not None else ""
-    epoch, ratio = baseline.epoch_ms / 1e3, search.final.ratio if search.chosen.names else 1.0
+    epoch = baseline.epoch_ms / 1e3
+    ratio = search.final.ratio if search.chosen.names else 1.0
     parts = f"{baseline.batches} steps, border {three_digits(baseline.border_ms / 1e3)} s"
     if baseline.validations:
         parts += f", validation {three_digits(baseline.validation_ms / 1e3)} s"
@@ -110,7 +111,8 @@ def make_results(search: Search, command: Sequence[str], other_cores: float | No
         command: The command that starts the script.
         other_cores: Number of cores used by other programs meanwhile, or ``None`` if unknown.
     """
-    chosen, baseline = search.chosen, search.baseline
+    chosen = search.chosen
+    baseline = search.baseline
     headroom = {} if baseline is None else {
         "one_batch_ms": baseline.one_batch_ms,
         "loader_ms": baseline.loader_ms,
@@ -290,7 +292,8 @@ def _bars(search: Search, step_ms: float) -> list[Bar]:
     bars = []
     for name, kind, part in parts if alone else parts[:1]:
         low, high = part.interval or (part.ratio, part.ratio)
-        value, text = step_ms * part.ratio, three_digits(step_ms * part.ratio)
+        value = step_ms * part.ratio
+        text = three_digits(step_ms * part.ratio)
         text += "" if kind == "default" else f", {part}"
         bars.append(Bar(name=name, kind=kind, value=value, text=text, low=step_ms * low, high=step_ms * high))
     return bars

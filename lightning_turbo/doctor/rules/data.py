@@ -34,7 +34,8 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "data":
         return
     # The remedy depends on how long the step waits, and on whether something already loads ahead.
-    what, remedy = f"{facts.waiting:.0%} of the step is spent waiting for data", ""
+    what = f"{facts.waiting:.0%} of the step is spent waiting for data"
+    remedy = ""
     if not _is_slow(facts):
         remedy = (
             "The wait is too short for a thread or a process. PackedDataset, or a dataset with __getitems__, loads a "
@@ -77,7 +78,9 @@ def _whole_reads(facts: Facts) -> Iterator[Hit]:
     by_time=True,
 )
 def _workers(facts: Facts) -> Iterator[Hit]:
-    workers, slow, ranks = facts.loader.workers, _is_slow(facts), facts.run.local_ranks
+    workers = facts.loader.workers
+    slow = _is_slow(facts)
+    ranks = facts.run.local_ranks
     where = f" in each of {ranks} ranks" if ranks > 1 else ""
     what = f"num_workers={workers}{where} on {facts.run.cores} cores"
     cost = "part of what the step waits for data"
@@ -93,7 +96,8 @@ def _workers(facts: Facts) -> Iterator[Hit]:
 
 @rule("pin-memory", "device-prefetch", "DataLoader(pin_memory=True).")
 def _pin_memory(facts: Facts) -> Iterator[Hit]:
-    loader, size = facts.loader, facts.batch
+    loader = facts.loader
+    size = facts.batch
     # One thread pins all tensors one at a time, which costs more than it saves for many tensors outside one buffer.
     few = facts.objects < MANY or loader.prefetches
     if facts.cuda and loader.standard and not loader.pin_memory and few:
@@ -130,7 +134,8 @@ def _many_objects(facts: Facts) -> Iterator[Hit]:
     "DistributedSampler, or set a DistributedSampler yourself.",
 )
 def _lost_sampler(facts: Facts) -> Iterator[Hit]:
-    loader, ranks = facts.loader, facts.run.world_size
+    loader = facts.loader
+    ranks = facts.run.world_size
     # ``None`` means a sampler that may split the data itself; an IterableDataset has no sampler to lose. A user who
     # disables the Trainer's sampler splits the data in another way.
     lost = loader.sharded is False and not loader.iterable_dataset and facts.run.gives_sampler

@@ -40,7 +40,8 @@ def _hit(facts: Facts, what: str, seconds: float, *, site: Site | None = None, r
     "DataLoader(persistent_workers=True), unless the dataset changes between epochs.",
 )
 def _persistent_workers(facts: Facts) -> Iterator[Hit]:
-    fit, epochs = facts.fit, facts.run.epochs
+    fit = facts.fit
+    epochs = facts.run.epochs
     if _starts_again(facts.loader) and epochs != 1:
         what = f"persistent_workers=False: each epoch starts {facts.loader.workers} new workers"
         seconds = fit.each("start", "first batch")
