@@ -19,7 +19,7 @@ PARTS = {
     "steps": "steps",
     "validation start": "start of validation, with its processes",
     "validation": "validation",
-    "metrics": "metrics (compute, synchronisation)",
+    "metrics": "metrics (compute, synchronization)",
     "checkpoints": "checkpoints",
     "hooks": "hooks at the borders of an epoch",
     "loggers": "loggers",

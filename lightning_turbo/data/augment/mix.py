@@ -104,9 +104,9 @@ class CutMix(MixUp):
         # The box has the image's aspect ratio, so its edges are roots of the share. It is clipped to the image, and
         # labels are mixed by the share that remains inside.
         half = (1 - share).pow(1 / axes)[:, None] / 2
-        centre = draws.uniform(0, 1, axes)
+        center = draws.uniform(0, 1, axes)
         size = torch.tensor(parts.space)
-        ends = [((centre + sign * half).clamp(0, 1) * size).round().long() for sign in (-1, 1)]
+        ends = [((center + sign * half).clamp(0, 1) * size).round().long() for sign in (-1, 1)]
         parts.images = [self.paste(image, *ends) for image in parts.images]
         parts.masks = [self.paste(mask, *ends) for mask in parts.masks]
         if parts.label is not None:

@@ -148,18 +148,18 @@ class PatchDataset(Dataset[Any]):
         seed_sample(index)
         scan = self.scans[range(len(self))[index] // self.per_scan]
         chance, which, where, *free = torch.rand(3 + len(self.patch), dtype=torch.float64).tolist()
-        centre = self._volumes.foreground_at(scan, self.foreground, chance, which, where)
+        center = self._volumes.foreground_at(scan, self.foreground, chance, which, where)
         lengths = self._volumes.lengths(scan)
         start = []
         for axis, (length, size) in enumerate(zip(lengths, self.patch, strict=True)):
             room = length - size
             if room < 0:
                 start.append(-(-room // 2))  # center the scan in the padding
-            elif centre is None:
+            elif center is None:
                 start.append(int(free[axis] * (room + 1)))
             else:
                 # Near the border of the scan, the position is off the center of the patch.
-                start.append(min(max(centre[axis] - size // 2, 0), room))
+                start.append(min(max(center[axis] - size // 2, 0), room))
         return Place(scan, tuple(start))
 
     def _read(self, name: str, places: Sequence[Place]) -> Any:

@@ -99,7 +99,7 @@ def _long_validation(facts: Facts) -> Iterator[Hit]:
     "slow-metrics",
     "what-lightning-does-already",
     "Compute less often, or cheaper metrics: what a metric keeps of each sample makes compute longer with each batch. "
-    "Metrics that are equal on all ranks need no synchronisation.",
+    "Metrics that are equal on all ranks need no synchronization.",
 )
 def _slow_metrics(facts: Facts) -> Iterator[Hit]:
     seconds = facts.fit.each("metrics")

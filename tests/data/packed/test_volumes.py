@@ -48,7 +48,7 @@ def test_volumes_are_cut_and_padded_about_their_centre(nifti, tmp_path):
     assert (volume[:, [0, 7]] == 1).all()
     assert (label[:, [0, 7]] == 0).all()
     assert np.array_equal(label[:, 1:7].numpy(), whole[1:4] > 50)
-    at = np.array([1, 3, 2, 1])  # the same voxel before and after lies at the same millimetres
+    at = np.array([1, 3, 2, 1])  # the same voxel before and after lies at the same millimeters
     assert np.allclose(affine.numpy() @ at, AFFINE @ np.add(at, [1, -1, 0, 0]))
 
 
