@@ -498,7 +498,7 @@ def test_the_window_begins_again_with_the_batches_that_are_left(level, exact, tm
     path, flags = tmp_path / "window.ckpt", {"accumulate_grad_batches": 4}
     ours = [ExactAccumulation()] if exact else []
     fit_halving(level and ApexAMP(level), *ours, Save(path, 2), **flags)
-    with pytest.warns(TurboWarning, match=r"saved after 2 of 4 batches of an accumulation window.*begins again"):
+    with pytest.warns(TurboWarning, match=r"saved after 2 of 4 batches of an accumulation window.*restarts"):
         resumed = fit_halving(level and ApexAMP(level), *ours, ckpt=path, **flags)
     assert all(p.isfinite().all() for p in resumed.parameters())
     assert not torch.equal(resumed.net.weight, torch.load(path, weights_only=True)["state_dict"]["net.weight"])

@@ -70,7 +70,7 @@ def test_no_transform_makes_a_cycle_of_references(name, space):
         (lambda: augment.RandomAffine(padding_mode="wrap"), ValueError, "or 'reflection', got 'wrap'"),
         (lambda: augment.RandomLowResolution((0.5, 1.5)), ValueError, "up to 1"),
         (lambda: augment.RandomElastic(control_points=3), ValueError, "4 or more, got 3"),
-        (lambda: augment.RandomFlip([0, 0]), ValueError, "different"),
+        (lambda: augment.RandomFlip([0, 0]), ValueError, "distinct"),
         (lambda: augment.RandomCrop((4,)), ValueError, "2 or 3 positive integers, got"),
         (lambda: augment.MixUp(alpha=0), ValueError, "above 0, got 0"),
         (lambda: augment.MixUp(1), ValueError, "2 or more"),

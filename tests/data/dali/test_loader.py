@@ -209,7 +209,7 @@ def test_a_loaded_state_of_another_epoch_gives_way_to_set_epoch(make, loader):
         ({"drop_last": True}, "Expected {'drop_last': False, 'batches': 6}, .*got {'drop_last': True, 'batches': 5}"),
         (
             {"rank": 0, "world_size": 2},
-            r"Expected {'world_size': 1.*got {'world_size': 2.*or from a checkpoint of the end",
+            r"Expected {'world_size': 1.*got {'world_size': 2.*or resume from a checkpoint at an epoch's end",
         ),
     ],
 )
@@ -354,7 +354,7 @@ TWO_RANKS = {"rank": 1, "world_size": 2}
         (ImageFolder, {"rank": 2, "world_size": 2}, ValueError, "rank below world_size"),
         (ImageFolder, {"drop_last": "fill"}, TypeError, "drop_last='fill'"),
         (ImageFolder, {"device": "meta"}, ValueError, "device: expected a device of type cpu"),
-        (ImageFolder, {"arguments": {"x": 1}}, ValueError, "expected None, because an ImageFolder has its own"),
+        (ImageFolder, {"arguments": {"x": 1}}, ValueError, "expected None, because an ImageFolder sets its own"),
         (ImageFolder, {"rank": 0, "world_size": 22}, ValueError, "at least one for each of 22 ranks, got 21"),
     ],
 )

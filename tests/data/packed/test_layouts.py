@@ -115,7 +115,7 @@ def test_what_is_named_as_a_label_volume_is_no_scan_in_silence(write, tmp_path, 
 
 def test_classes_may_be_called_what_they_are(write, tmp_path):
     root = write({"mask/a": 1, "none/b": 2})
-    with pytest.raises(ValueError, match="labels: expected volumes"):
+    with pytest.raises(ValueError, match="labels: expected only volumes"):
         pack_folder(root, tmp_path / "out")
     assert pack_folder(root, tmp_path / "out", classes=["mask", "none"])["classes"] == ["mask", "none"]
 
@@ -327,7 +327,7 @@ def test_masks_among_images_are_an_error_unless_they_are_left_out(tmp_path, name
         (
             {"labels": "-lesion"},
             FileNotFoundError,
-            "labels: expected a folder, or the end of the names of label volumes",
+            "labels: expected a folder, or the suffix of label volumes",
         ),
         ({"labels": True}, TypeError, "labels: expected a folder, a suffix, None or False"),
         ({"spacing": (1, 1)}, ValueError, "spacing=.* does not apply to .npy files"),

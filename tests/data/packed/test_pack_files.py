@@ -228,10 +228,10 @@ def test_the_call_after_an_error_goes_on_or_begins_again(tmp_path, monkeypatch, 
         ("volumes", {"mode": "L"}, ValueError, "mode='L' does not apply to .npy files"),
         ("volumes", {"labels": "in", "classes": ["a"]}, ValueError, "classes=.* does not apply to .* label volumes"),
         ("broken", {"skip_broken": True}, ValueError, "1 of 1 samples cannot be packed"),
-        ("empty", {}, FileNotFoundError, "folder: expected a folder with files that end in .bmp"),
+        ("empty", {}, FileNotFoundError, "folder: expected a folder with files of type .bmp"),
         ("none", {}, FileNotFoundError, "folder: expected an existing folder, got '.*none'"),
         ("both", {}, ValueError, "folder: expected one kind of files, not images and .npy files"),
-        ("beside", {}, ValueError, r"all files in the folders of the classes, but found \['1.png'\]"),
+        ("beside", {}, ValueError, r"all files in class folders, but found \['1.png'\]"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_packed_leaves_nothing(images, tmp_path, kind, options, error, message):
