@@ -60,7 +60,9 @@ class Normalize:
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         expect(floating, "dtype", dtype, "a floating-point dtype, for example torch.float16", TypeError)
         formats = memory_format is None or isinstance(memory_format, torch.memory_format)
-        expect(formats, "memory_format", memory_format, "such as torch.channels_last, or None", TypeError)
+        expect(
+            formats, "memory_format", memory_format, "a memory format such as torch.channels_last, or None", TypeError
+        )
         names = keys is None or is_list(keys)
         expect(names, "keys", keys, "a sequence of names or positions such as ('image',), or None", TypeError)
         self.factor: list[float] = (1 / (scale * stds)).tolist()

@@ -87,7 +87,7 @@ REFUSED = [
     (lambda: Normalize(math.nan, 1.0), ValueError, r"mean, std, scale: expected finite numbers, got \(nan, 1.0, 255"),
     (lambda: Normalize(0.1, 1.0, scale=None), ValueError, "mean, std, scale: expected finite numbers"),
     (lambda: Normalize(None, 1.0), TypeError, r"mean, std: expected one number per channel, got \(None, 1.0\)"),
-    (lambda: Normalize(0.1, 1.0, memory_format="nhwc"), TypeError, "expected a memory format .*, got 'nhwc'"),
+    (lambda: Normalize(0.1, 1.0, memory_format="nhwc"), TypeError, "expected a memory format such as .*, got 'nhwc'"),
     (lambda: Normalize(0.1, 1.0, keys="image"), TypeError, "keys: expected a sequence of names .*, got 'image'"),
     (lambda: Normalize(0.1, 1.0, dtype=torch.int8), TypeError, "expected a floating-point dtype.*, got torch.int8"),
     (lambda: Normalize([0.1, 0.1], [1.0, 1.0])(IMAGE), ValueError, "Normalize: expected 2 channels, got 3"),
@@ -115,7 +115,7 @@ REFUSED = [
     (
         lambda: PackedDataset(np.arange(2)).batch(np.array([True, False])),
         TypeError,
-        "indices: expected integers, as np",
+        "indices: expected integers such as np",
     ),
     # seed_samples.
     (lambda: seed_samples(range(3), 1), TypeError, "loader: expected a torch.utils.data.DataLoader"),

@@ -95,7 +95,7 @@ def test_sparse_gradients_are_scaled_too(dtype, factor):
 
 @pytest.mark.parametrize(("function", "arguments", "message"), [
     ("add", (torch.ones(()), math.nan), "weight: expected a finite number .* got nan"),
-    ("add", (torch.ones(()), torch.ones(3)), r"shape of weight: expected one number for a batch, .* got \(3,\)"),
+    ("add", (torch.ones(()), torch.ones(3)), r"shape of weight: expected one number per batch, .* got \(3,\)"),
     ("add", (torch.ones(()), "3"), "weight: expected a number or a tensor with one element, got '3'"),
     ("add", (0.5,), r"loss: expected the tensor .* got 0\.5"),
     ("factor", (4, math.inf), "total: expected .* got inf"),

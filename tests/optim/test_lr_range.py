@@ -17,7 +17,7 @@ def test_the_range_is_where_the_loss_falls():
 @pytest.mark.parametrize(("losses", "message"), [
     ([1.0, 2.0, 3.0, 4.0, 5.0], "losses: expected a fall, got none below the start of 1 from lr=1 to lr=5"),
     ([1.0, 2.0, math.nan, math.inf, 3.0], "losses: expected at least 5 finite ones, got 3"),
-    ([1.0], "losses: expected as many as the 5 learning rates, got 1"),
+    ([1.0], "losses: expected one per learning rate, 5, got 1"),
 ])  # fmt: skip
 def test_a_curve_without_a_fall_is_refused(losses, message):
     with pytest.raises(ValueError, match=message):

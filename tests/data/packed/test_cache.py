@@ -76,7 +76,7 @@ def test_samples_are_loaded_once(paths, tmp_path):
 )
 def test_an_error_says_which_key_to_write(paths, tmp_path, key):
     with pytest.raises(
-        TypeError, match=r"key: expected what .* key='spacing 1.5, v1'.*key=lambda dataset: \('v1', stamp_f"
+        TypeError, match=r"key: expected a description .* key='spacing 1.5, v1'.*key=lambda dataset: \('v1', stamp_f"
     ):
         cache_transforms(Files(paths, Scale(2)), tmp_path / "cache", **({} if key is None else {"key": key}))
     assert not (tmp_path / "cache").exists()

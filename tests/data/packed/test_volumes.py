@@ -265,7 +265,7 @@ def test_a_label_file_with_a_slope_is_named(nifti, tmp_path):
     image = nibabel.Nifti1Image(np.array([0, 1, 2, 3] * 2, np.float32).reshape(2, 2, 2) * 0.7, AFFINE)
     image.set_data_dtype(np.uint8)  # stored with a slope
     nibabel.save(image, tmp_path / "masks" / "a.nii")
-    with pytest.raises(ValueError, match=r"masks/a.nii': expected integers .* got '6 others, such as 0.7'"):
+    with pytest.raises(ValueError, match=r"masks/a.nii': expected 16-bit integers, got '6 others, such as 0.7'"):
         pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
 
 
@@ -290,4 +290,4 @@ def test_an_sform_that_differs_from_the_qform_is_told(nifti, tmp_path, recwarn, 
     said = [str(each.message) for each in recwarn if each.category is TurboWarning]
     assert len(said) == (codes == (1, 1))
     if said:
-        assert said[0].startswith("sform and qform differ in 1 of 3 files, such as 'b.nii.gz'. The sform is taken")
+        assert said[0].startswith("sform and qform differ in 1 of 3 files, such as 'b.nii.gz'. The sform is used")
