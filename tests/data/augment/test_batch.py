@@ -134,7 +134,7 @@ def test_images_keep_their_dtype_or_get_the_one_asked_for(dtype):
         ([augment.MixUp(3)], {}, (torch.rand(2, 1, 4, 4),), ValueError, "label=None"),
         ([augment.MixUp()], {"label": 1}, (torch.rand(2, 1, 4, 4), torch.tensor([0, 1])), ValueError, "num_classes"),
         ([augment.CutMix()], {}, (torch.rand(2, 1, 4, 4),), ValueError, "neither"),
-        ([augment.PerSample(monai.RandFlip())], {"mask": 0}, (torch.rand(2, 1, 4, 4),), ValueError, "dictionary transform"),
+        ([augment.PerSample(monai.RandFlip())], {"mask": 0}, (torch.rand(2, 1, 4, 4),), ValueError, "dictionary"),
     ],
 )  # fmt: skip
 def test_wrong_batches_are_refused(steps, names, batch, error, says):
