@@ -98,7 +98,7 @@ def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):
     assert cli.main(["pack", "scans", "without", "--modalities=-t1,-t2", "--labels", "none"]) == 0
     assert (Path("packed/labels.npy").exists(), Path("without/labels.npy").exists()) == (True, False)
     assert "does not apply to .npy files" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1x1.5")
-    assert "expected DEPTHxHEIGHTxWIDTH in millimeters" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1")
+    assert "expected DEPTHxHEIGHTxWIDTH in mm, such as" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1")
 
 
 def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_path, monkeypatch):
