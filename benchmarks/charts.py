@@ -49,7 +49,7 @@ class Chart:
 
     @property
     def picture(self) -> str:
-        """The name of its file."""
+        """The name of the picture file."""
         return f"{self.page}{self.part}.png"
 
 
@@ -160,7 +160,7 @@ CHARTS = (
 
 
 def title_of(chart: Chart) -> str:
-    """Return the message of a chart: the text of its picture in the page."""
+    """Return the message of a chart: the alternative text of its picture in the page."""
     page = PAGES / f"{chart.page}.md"
     found = re.search(rf"!\[([^\]]+)\]\({re.escape(chart.picture)}\)", page.read_text(encoding="utf-8"))
     if not found:

@@ -57,7 +57,7 @@ def count_kernels(spans: Iterable[tuple[float, float]], steps: int) -> dict[str,
 
 
 class ProfilingMeter:
-    """A meter that lets its case run some steps after the timing, and profiles them.
+    """Lets a case run some more steps after the timing, and profiles them.
 
     The case calls ``step`` as usual; profiling ends when it returns ``False``. ``numbers`` then holds the reserved
     memory, how often a step synchronizes to fetch a value, and its kernels; on a CPU, which has neither, the operators
@@ -74,7 +74,7 @@ class ProfilingMeter:
         return getattr(self._meter, name)
 
     def step(self, samples: int = 0) -> bool:
-        """Report that a step is done, and return whether to do another one."""
+        """Report the end of a step, and return whether to run another."""
         self._steps += 1
         if not self._meter.over and self._meter.step(samples):
             return True

@@ -1,4 +1,4 @@
-"""The one report: results as JSON, Markdown and pictures in a folder, and as tables in the terminal."""
+"""Reports results as JSON, Markdown and pictures in a folder, and as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _throughput(row: Row) -> str:
 
 
 def _scale(suite: Row) -> tuple[float, str]:
-    """The unit in which the times of a suite read best."""
+    """The unit that suits the times of a suite best."""
     times = [value.median for row in suite["rows"] if row["status"] != "failed" and (value := step_seconds(row))]
     return next((scale for scale in SCALES if times and min(times) >= scale[0]), SCALES[-1] if times else SCALES[0])
 
@@ -113,7 +113,7 @@ def _pair_table(suite: Row) -> Table:
 
 
 def aim_verdicts(suite: Row, machine: Row) -> list[tuple[Row, Summary | None, tuple[float, float] | None, str]]:
-    """Return each aim of a suite with what came out.
+    """Return each aim of a suite with its result.
 
     Args:
         suite: One of the ``suites`` of the results.
@@ -196,14 +196,14 @@ def markdown(results: Row, pictures: Sequence[str] = ()) -> str:
 
 
 def _baselines(rows: Sequence[Row]) -> str:
-    """What the cases are divided by: for each its ``base``, which is divided by itself."""
+    """The baseline of each case: its ``base``, which is its own baseline."""
     names = [row["case"] for row in rows if row["case"] == row["base"]]
     named = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
     return f"Baseline: {named}." if len(names) == 1 else f"Baselines, each for the cases of its kind: {named}."
 
 
 def _settings(results: Row) -> list[str]:
-    """The folded end of a report: when, by which command and how it was measured, on which machine."""
+    """The collapsed end of a report: when, with which command, how and on which machine it was measured."""
     machine = dict(results["machine"])
     ended = f"Begun {results['started']}, ended {results['finished'] or 'not'}"
     if results["interrupted"]:
@@ -221,14 +221,14 @@ def _settings(results: Row) -> list[str]:
 
 
 def _factor(quotient: float, quantity: str) -> str:
-    """A ratio in words: how many times as fast, or smaller."""
+    """Describe a ratio: how many times as fast, or how much smaller."""
     better, worse = ("as fast", "as long") if quantity == "seconds" else ("smaller", "larger")
     factor, said = (quotient, worse) if quotient >= 1 else (1 / quotient if quotient else math.inf, better)
     return "" if f"{factor:.2f}" == "1.00" else f"{factor:.2g} times {said}"
 
 
 def draw_suite(suite: Row, path: Path, where: str) -> bool:
-    """Draw the first cases of a suite that share a baseline as bars, and write the picture.
+    """Write a bar chart of the first cases of a suite that share a baseline.
 
     Args:
         suite: One of the ``suites`` of the results.
@@ -282,7 +282,7 @@ def write_report(results: Row, folder: Path) -> list[Path]:
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """Read a ``results.json``, or that of a folder.
+    """Read a ``results.json``, given by its path or its folder.
 
     Raises:
         BenchError: If it is not one, or of another format.

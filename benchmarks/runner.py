@@ -1,4 +1,4 @@
-"""The one runner: cases in their own processes, in interleaved rounds, until all is measured or time is up."""
+"""Runs cases in their own processes, in interleaved rounds, until all are measured or the time is up."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Settings:
 
     @property
     def seconds(self) -> float:
-        """How long all the measuring may take; infinite without a limit."""
+        """The time limit of all measurements; infinite without one."""
         if self.minutes is not None:
             return 60 * self.minutes
         return QUICK_SECONDS if self.quick else math.inf
 
     def chosen(self, suite: Suite) -> list[str]:
-        """Return the names of the cases of a suite to run: those asked for, and what these are divided by."""
+        """Return the names of the cases of a suite to run: the requested ones and their baselines."""
         if not self.only and not self.quick and suite.telling and (self.minutes or math.inf) <= suite.telling_minutes:
             return [name for name in suite.known if name in suite.telling]
         if not self.only:
@@ -149,7 +149,7 @@ class SuiteRun:
         )  # fmt: skip
 
     def _rows(self, former: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The rows of the cases that are chosen, or were before; what did not come to an end begins again."""
+        """The rows of the cases selected now or before; unfinished ones start again."""
         rows = {}
         for case in self.suite.cases:
             row = former.get(case.name)
@@ -167,7 +167,7 @@ class SuiteRun:
         return rows
 
     def results(self) -> dict[str, Any]:
-        """Return what is known so far, in plain values."""
+        """Return the results so far, as plain values."""
         suite = self.suite
         aims = [aim for aim in suite.aims if {aim.case, aim.against or aim.case} <= set(self.rows)]
         return {
@@ -182,12 +182,12 @@ class SuiteRun:
 
     @property
     def steps(self) -> int:
-        """Steps of a round."""
+        """Number of steps per round."""
         return max(1, self.suite.steps // 3) if self.settings.quick else self.suite.steps
 
     @property
     def sweeps(self) -> int:
-        """Rounds of each process."""
+        """Number of rounds per process."""
         return math.ceil((self.settings.rounds or self.suite.rounds) / self.settings.processes)
 
     def spawn(self, name: str) -> Process:
@@ -207,7 +207,7 @@ class SuiteRun:
         return Process(arguments, task, log=log, folder=self.folder, environment=environment, popen=popen)
 
     def left(self) -> list[list[str]]:
-        """Return the groups that are left to measure: cases that lack a process, with what they are divided by."""
+        """Return the groups left to measure: cases that lack a process, with their baselines."""
         lacking = {name for name in self.chosen if self._lacks(self.rows[name])}
         wanted = lacking | {other for name, other in self.suite.pairs() if name in lacking and other in self.chosen}
         groups = [[name for name in group if name in wanted] for group in self.suite.groups()]
@@ -235,7 +235,7 @@ class SuiteRun:
                 self.interleaved.lose(name, "skipped", f"{' and '.join(missing)} not installed")
 
     def run(self, later: int) -> None:
-        """Measure the groups in turn; what is measured stays on any interruption.
+        """Measure one group after the other; an interruption keeps what is measured.
 
         Args:
             later: Processes to start in the suites after this one.
@@ -258,7 +258,7 @@ class SuiteRun:
                     self.interleaved.lose(name, "skipped", LATE)
 
     def _measure(self, group: list[str], number: int, starts: int) -> None:
-        """One process of each case of a group, in the group's share of the time that is left for so many starts."""
+        """Run one process per case of a group, within the group's share of the remaining time."""
         settings, size, begun = self.settings, len(group), time.monotonic()
         share = self.interrupt.left * size / starts
         limit = QUICK_ROUNDS_SECONDS if settings.quick else math.inf if settings.rounds else self.suite.seconds
@@ -276,7 +276,7 @@ class SuiteRun:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return in words what differs between the circumstances of two results; times compare directly if it is empty."""
+    """Describe how the conditions of two results differ; if empty, their times are directly comparable."""
     pairs = [(key, before["machine"].get(key) or None, after["machine"].get(key) or None) for key in SAME]
     pairs += [(key, before["settings"].get(key), after["settings"].get(key)) for key in SAME_SETTINGS]
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in pairs if old != new]

@@ -45,11 +45,11 @@ APART = ("versions", "grid", "gpu")  # what `all` leaves out
 
 
 class BenchError(TurboError, ValueError):
-    """The benchmarks were asked for something that they cannot do."""
+    """The benchmarks cannot do what was requested."""
 
 
 class Meter(measure.RoundTimer):
-    """Paces a case, and tells it seed and size.
+    """Paces a case, and gives it its seed and size.
 
     Args:
         ask: As in ``lightning_turbo.measure.RoundTimer``.
@@ -66,7 +66,7 @@ class Meter(measure.RoundTimer):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing that is measured, in a process of its own.
+    """One measured variant, in its own process.
 
     Args:
         name: Unique in its suite.
@@ -108,7 +108,7 @@ class Aim:
 
 @dataclass(kw_only=True)
 class Suite:
-    """Cases that are measured together.
+    """Cases measured together.
 
     Args:
         name: On the command line.
@@ -164,16 +164,16 @@ class Suite:
                 raise ValueError(f"suite {self.name!r}: {one!r} refers to {missing}; its cases are {list(self.known)}")
 
     def base(self, name: str) -> str:
-        """Return the name of the case that one is divided by."""
+        """Return the name of a case's baseline."""
         return self.known[name].base or self.cases[0].name
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return every pair of cases of which one is divided by the other."""
+        """Return every pair of a case and a baseline of it."""
         pairs = [(case.name, other) for case in self.cases for other in (self.base(case.name), *case.against)]
         return pairs + [(aim.case, aim.against or aim.case) for aim in self.aims]
 
     def groups(self) -> list[list[str]]:
-        """Return the cases in groups that are compared with one another, and whose rounds must be interleaved."""
+        """Return the groups of cases that are compared with each other, whose rounds must be interleaved."""
         group_of = {name: {name} for name in self.known}
         for one, other in self.pairs():
             merged = group_of[one] | group_of[other]
@@ -183,6 +183,6 @@ class Suite:
 
 
 def load_suite(name: str) -> Suite:
-    """Import the suite of a name in ``SUITES``."""
+    """Import the suite with a name in ``SUITES``."""
     module, _, variable = SUITES[name].partition(":")
     return getattr(importlib.import_module(module), variable)
