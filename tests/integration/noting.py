@@ -16,11 +16,11 @@ from tests.versions import unpickling
 EACH_STRATEGY = pytest.mark.parametrize("strategy", ["auto", "turbo"])
 
 
-def matrix(names, *axes):
-    """Parametrize by all combinations of values; those that stay in the short form have each value twice or more."""
+def matrix(names, *axes, times=2):
+    """Parametrize by all combinations; in those of the short form, each value is there ``times`` times or more."""
     sizes = [len(axis) for axis in axes]
     most = max(sizes)
-    short = {tuple((k + k // most * n) % size for n, size in enumerate(sizes)) for k in range(2 * most)}
+    short = {tuple((k + k // most * n) % size for n, size in enumerate(sizes)) for k in range(times * most)}
     cases = []
     for places in itertools.product(*map(range, sizes)):
         parts = [axis[place] for axis, place in zip(axes, places, strict=True)]

@@ -243,7 +243,7 @@ def never_stopped(name, strategy, model):
 
 
 @pytest.mark.filterwarnings("ignore:Loading a batch draws")
-@matrix(("name", "stops", "strategy"), list(LOADERS), STOPS, STRATEGIES)
+@matrix(("name", "stops", "strategy"), list(LOADERS), STOPS, STRATEGIES, times=1)
 def test_runs_that_are_stopped_again_and_again(name, stops, strategy, tmp_path):
     base, cls = sides(strategy)
     # A step that had drawn when it was saved draws others when it is made again.
@@ -484,9 +484,8 @@ FOREIGN = {
     [pytest.param(LightningDataModule, id="alone"), pytest.param(PrefetchDataModule, id="prefetching")],
 )  # fmt: skip
 def test_loaders_of_other_classes_begin_the_next_epoch_as_in_one_run(name, limit, hook, base, tmp_path):
-    kinds = (ExactResume,)
-    length = len(run(FOREIGN[name], base, None, ExactResume(), limit_train_batches=limit, max_epochs=1))
-    seen = check(FOREIGN[name], base, tmp_path / "c", 2 * length, hook, kinds, limit_train_batches=limit)
+    length = 3 if limit == 3 else 5 if "replacement" in name else 4
+    seen = check(FOREIGN[name], base, tmp_path / "c", 2 * length, hook, (ExactResume,), limit_train_batches=limit)
     assert len(seen) == 3 * length
 
 
@@ -516,6 +515,7 @@ PASSES = {
     ("name", "stops"), list(PASSES),
     [[(4, "on_train_batch_end")], [(5, "on_train_batch_end"), (9, "on_train_batch_end")], [(4, "on_train_batch_start")],
      [(4, "on_train_batch_end"), (5, "on_train_batch_end"), (8, "on_train_batch_end")]],
+    times=1,
 )  # fmt: skip
 def test_loaders_that_have_begun_again_within_an_epoch(name, stops, tmp_path):
     check_stops(lambda: three(name), LightningDataModule, stops, tmp_path, strategy="turbo")
