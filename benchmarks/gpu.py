@@ -93,7 +93,8 @@ class ProfilingMeter:
                 yield True
             torch.cuda.set_sync_debug_mode("default")
             self.numbers["fetched_a_step"] = sum("synchronizing CUDA operation" in str(each.message) for each in seen)
-        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+        # The host's side too: a torch that cannot see kernels refuses to look at the device alone.
+        with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as found:
             for _ in range(LOOKED_AT):
                 yield True
             self._meter.synchronize()
