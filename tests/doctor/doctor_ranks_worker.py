@@ -14,6 +14,8 @@ from tests.trainers import quiet_trainer
 
 SLOW = os.environ.get("RANK") == "1"
 MORE, LATE = 0.04, 2.5  # seconds
+USUAL = 0.02  # seconds of a step
+STEPS = {"step": MORE, "long step": 8 * MORE}  # the second is also told beside other programs
 
 
 class Data(Dataset):
@@ -49,7 +51,7 @@ class Model(LightningModule):
         self.net, self.case = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), case
 
     def training_step(self, batch, batch_idx):
-        time.sleep(MORE if SLOW and self.case == "step" else 0.02)
+        time.sleep(STEPS.get(self.case, USUAL) if SLOW else USUAL)
         return self.net(batch).mean()
 
     def validation_step(self, batch, batch_idx):
