@@ -23,7 +23,7 @@ from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-# lightning_turbo/optim/shrink.py: torch alone, for any loop.
+# lightning_turbo/optim/shrink.py: torch alone, for any loop. It has a docstring and __all__ = ["shrink_weights"].
 
 
 def shrink_weights(parameters: Iterable[Tensor], factor: float) -> None:
@@ -41,7 +41,8 @@ def shrink_weights(parameters: Iterable[Tensor], factor: float) -> None:
         torch._foreach_mul_(list(parameters), factor)
 
 
-# lightning_turbo/callbacks/shrink.py: wires it. Names of Lightning come from ``_lightning``, which knows both copies.
+# lightning_turbo/callbacks/shrink.py: wires it; __all__ = ["Shrink"], which callbacks/__init__.py and PUBLIC name too.
+# Names of Lightning come from ``_lightning``, which knows both copies.
 
 
 class Shrink(Callback):

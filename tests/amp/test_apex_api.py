@@ -275,7 +275,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_activation_checkpointing_changes_no_gradient(level):
+def test_activation_checkpointing_recomputes_the_same_gradients(level):
     """Two networks are called before the backward pass of either, twice."""
     results = []
     for reentrant in (None, True, False):

@@ -162,7 +162,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("loop", "optimizer", "level"), ROWS)
-def test_an_overflow_is_as_if_its_batch_had_not_been_there(loop, optimizer, level):
+def test_a_skipped_step_halves_the_loss_scale_and_advances_no_scheduler_or_weight(loop, optimizer, level):
     run, make = LOOPS[loop], OPTIMIZERS[optimizer]
     record = run(make, level, range(5))
     expected = 2.0**16

@@ -232,6 +232,13 @@ def test_generated_pages_are_current_and_list_every_public_name():
     assert made.main(["--check"]) == 0, "run python scripts/overview.py"
 
 
+def test_every_public_name_stands_in_a_card_or_a_guide():
+    written = [page for page in PAGES if page.is_relative_to(DOCS) and page.parent.name not in ("api", "benchmarks")]
+    text = "\n".join(page.read_text() for page in written)
+    lacking = [name for name in lightning_turbo.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert lacking == [], "write a card in docs/cards, in the format of the others, or name it in a guide of docs"
+
+
 def test_card_has_its_parts():
     made = overview()
     for card in CARDS:

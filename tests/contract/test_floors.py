@@ -191,4 +191,4 @@ def test_every_module_has_a_test_of_its_name():
     }  # fmt: skip
     assert named <= without, "modules of tests/README.md that are gone or have a test of their name"
     assert all((TESTS / file).exists() for _, files in lines for file in files), lines
-    assert without == named, "modules without a test of their name"
+    assert without == named, "write tests/X/test_y.py for X/y.py, or name the module in tests/README.md"

@@ -15,6 +15,7 @@ import lightning_turbo
 from lightning_turbo import _lightning
 
 ROOT = Path(lightning_turbo.__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def in_order(names):
@@ -36,7 +37,8 @@ def test_every_module_states_its_names():
         module = importlib.import_module(dotted)
         if path.parent.name == "rules" and not hasattr(module, "__all__"):
             continue  # it only registers its rules
-        names = module.__all__
+        names = getattr(module, "__all__", None)
+        assert names is not None, f"{dotted} has no __all__: add one with its public names"
         assert names == in_order(names), f"{dotted}.__all__ is not sorted"
         assert [name for name in names if not isinstance(name, str) or not hasattr(module, name)] == [], dotted
 
@@ -94,7 +96,41 @@ def test_type_checkers_are_shown_the_names_of_the_table():
     homes = {name: home for names in lightning_turbo.PUBLIC.values() for name, home in names.items()}
     wanted = {name: (f"lightning_turbo.{home}", name) for name, home in homes.items()}
     modules = {"amp": ("lightning_turbo", "amp"), "augment": ("lightning_turbo.data", "augment")}
-    assert found == {**wanted, **modules}
+    wanted.update(modules)
+    lacking = [f"from {home} import {name} as {name}" for name, (home, _) in wanted.items() if name not in found]
+    assert lacking == [], "add these under TYPE_CHECKING in lightning_turbo/__init__.py"
+    assert found == wanted
+
+
+def test_a_package_names_what_is_public_of_its_modules():
+    homes = {name: home.split(".")[0] for names in lightning_turbo.PUBLIC.values() for name, home in names.items()}
+    listing = ("callbacks", "datamodules", "nn", "optim", "plugins", "strategies")
+    packages = {home: importlib.import_module(f"lightning_turbo.{home}").__all__ for home in listing}
+    lacking = [
+        f"{name} in {home}/__init__.py" for name, home in homes.items() if name not in packages.get(home, (name,))
+    ]
+    assert lacking == [], "import these there, and add them to its __all__"
+
+
+# Public callbacks, plugins and strategies without a row in tests/registry.py, and the tests that have them instead.
+NOT_IN_THE_REGISTRY = {
+    "ExactResume": "callbacks/test_exact_resume.py",
+    "FusedOptimizers": "callbacks/test_fused_optimizers.py",
+    "Preemption": "callbacks/test_preemption.py",
+    "RealApexAMP": "plugins/test_real_apex.py",
+    "lr_range": "callbacks/test_lr_range.py",
+}
+
+
+def test_every_technique_of_a_trainer_has_a_row_in_the_registry():
+    """Each pair of rows is tried together by ``tests/integration/test_pairs.py``."""
+    registry = (TESTS / "registry.py").read_text()
+    homes = {name: home for names in lightning_turbo.PUBLIC.values() for name, home in names.items()}
+    wanted = {name for name, home in homes.items() if home.startswith(("callbacks.", "plugins.", "strategies."))}
+    lacking = {name for name in wanted if not re.search(rf"\blt\.{name}\b", registry)}
+    assert lacking - {*NOT_IN_THE_REGISTRY} == set(), "add a row to TECHNIQUES in tests/registry.py"
+    assert {*NOT_IN_THE_REGISTRY} <= lacking, "these have a row: remove them from NOT_IN_THE_REGISTRY"
+    assert all((TESTS / path).exists() for path in NOT_IN_THE_REGISTRY.values())
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -243,7 +243,7 @@ def test_a_batch_with_nothing_to_pack_stays_itself():
     assert pack(batch) is batch
 
 
-def test_a_large_buffer_is_shared_memory_and_a_small_one_is_not(monkeypatch):
+def test_a_large_batch_crosses_in_shared_memory_and_a_small_one_does_not(monkeypatch):
     monkeypatch.setattr(hand_over, "PIPE", 1000)
     small, large = pack([torch.ones(9)] * 2), pack([torch.ones(9) * n for n in range(40)])
     assert isinstance(small._buffer, bytes)
@@ -251,7 +251,7 @@ def test_a_large_buffer_is_shared_memory_and_a_small_one_is_not(monkeypatch):
     assert not differences(large.open(), [torch.ones(9) * n for n in range(40)])
 
 
-def test_memory_is_bounded(monkeypatch):
+def test_a_batch_larger_than_the_bound_of_shared_memory_is_packed_in_part(monkeypatch):
     monkeypatch.setattr(hand_over, "LARGEST", 1000)
     batch = [torch.full((60,), float(n)) for n in range(20)]
     packed = pack(batch)
