@@ -7,7 +7,7 @@ import lightning_turbo
 
 ROOT = Path(lightning_turbo.__file__).parents[1]
 BANNED = {
-    r"(?<!here )\bis no [a-z]+[;:,.]": "expected X, got Y",
+    r"(?<!here )\bis no [a-z]+[;:,.]": "expected X, got Y; in a sentence: is not a",
     r"\baccepted (is|are)\b": "expected X, got Y",
     r"\b[Mm]end(s|ed|ing)?\b": "fix, repair",
     r"\banew\b": "again",
