@@ -115,6 +115,8 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 # Modules that hold names from the documentation that this module does not export.
 _FURTHER = ("amp", "data", "data.augment", "errors", "nn", "optim")
+# Modules of apex that an import with only the package renamed asks for, as ``from apex import amp, optimizers``.
+_OF_APEX = ("contrib", "multi_tensor_apply", "normalization", "optimizers", "transformer")
 
 
 def __getattr__(name: str) -> Any:
@@ -145,6 +147,8 @@ def _unknown(name: str) -> Exception:
 def _hint(name: str) -> str:
     from lightning_turbo._checks import suggest
 
+    if name in _OF_APEX:
+        return f". apex.{name} is not part of this package: docs/migration.md names what to take."
     homes = [home for home in _FURTHER if name in importlib.import_module(f"{__name__}.{home}").__all__]
     return f"; did you mean {__name__}.{homes[0]}.{name}?" if homes else suggest(name, __all__)
 

@@ -6,7 +6,7 @@ import lightning_turbo.parallel
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("DistributedDataParallel", r"Take torch\.nn\.parallel\.DistributedDataParallel, or Trainer\(strategy='ddp'\)"),
+    ("DistributedDataParallel", r"Take torch\.nn\.parallel\.DistributedDataParallel without delay_allreduce"),
     ("convert_syncbn_model", "convert_sync_batchnorm"), ("LARC", r"lightning_turbo\.lars"), ("other", "migration.md"),
 ])  # fmt: skip
 def test_a_name_of_apex_parallel_says_what_to_take(name, said):

@@ -1,5 +1,6 @@
 """Checkpoints of plain apex, of Lightning 1.x and of Lightning 2's own AMP continue under ApexAMP."""
 
+import argparse
 import copy
 import warnings
 from collections import OrderedDict
@@ -161,6 +162,16 @@ def test_a_lightning_1_file_with_objects_needs_trust(trained, tmp_path, monkeypa
     new = torch.load(convert_checkpoint(old, tmp_path / "new.ckpt", trust=True), weights_only=False)
     assert (new["hyper_parameters"], new["ApexAMP"]) == ({"lr": 0.1}, APEX)
     assert "amp_scaling_state" not in new
+
+
+def test_a_plain_file_with_the_arguments_of_its_script_names_their_class(tmp_path):
+    old, new = tmp_path / "old.pt", tmp_path / "new.ckpt"
+    torch.save({**plain_parts(), "args": argparse.Namespace(lr=0.1)}, old)
+    with pytest.raises(CheckpointError, match=r"without trust: it contains argparse\.Namespace\. .*trust=True"):
+        convert_checkpoint(old, new, prefix="model.")
+    with pytest.warns(TurboWarning, match="no entry for them: .*args"):
+        convert_checkpoint(old, new, prefix="model.", trust=True)
+    assert torch.load(new, weights_only=True)["state_dict"]
 
 
 @pytest.mark.parametrize(("content", "match"), [

@@ -157,4 +157,6 @@ def test_a_name_from_elsewhere_is_told_where_it_is(name, home):
         getattr(lightning_turbo, name)
     with pytest.raises(ImportError, match="did you mean ApexAMP"):
         exec("from lightning_turbo import ApexAmp")
+    with pytest.raises(ImportError, match=r"apex\.optimizers is not part of this package: docs/migration\.md names"):
+        exec("from lightning_turbo import amp, optimizers")
     assert not hasattr(lightning_turbo, "nonsense")
