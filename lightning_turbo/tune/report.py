@@ -91,7 +91,8 @@ def _describe_untried(search: Search) -> str:
     listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     minutes = math.ceil(search.more_minutes)
     more = "1 minute" if minutes == 1 else f"{minutes} minutes"
-    return f"{len(names)} of {len(search.trials)} settings were not tried ({listed}): about {more} more."
+    about = "up to" if search.baseline is None else "about"  # the headroom excludes some without a process
+    return f"{len(names)} of {len(search.trials)} settings were not tried ({listed}): {about} {more} more."
 
 
 def _numbers(comparison: Comparison) -> dict[str, Any]:
@@ -179,6 +180,11 @@ def _next(search: Search, command: Sequence[str]) -> str:
             "Give the Trainer's arguments to turbo() of turbo.py, as Trainer(**turbo(max_epochs=3, callbacks=[...])); "
             f"with LightningCLI add --config turbo.yaml after your own. Measure whole epochs with --confirm. {start}"
         ).strip() + _by_hand(search)
+    if search.interrupted and search.baseline is None:
+        return (
+            "Give it more time with --minutes: measuring the unchanged script takes longer than it had. "
+            "lightning-turbo doctor needs only a few steps, and names the lines that cost time."
+        )
     if search.interrupted or any(
         trial.why.startswith("not tried because the time") for trial in search.trials.values()
     ):

@@ -116,7 +116,9 @@ class Search:
             self.confirm(self.eliminate(self.winners()))
         except InterruptedRunError:
             self.interrupted = True
-            self.verdict = f"nothing is recommended: {self._why_ended()} before the last comparison"
+            tried = any(trial.alone.logs for trial in self.trials.values())
+            ended = "the last comparison" if tried else "any setting was tried"
+            self.verdict = f"nothing is recommended: {self._why_ended()} before {ended}"
             self.verdict += self._best_so_far()
         for trial in self.trials.values():
             trial.why = trial.why or self._end(trial)

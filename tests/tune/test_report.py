@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from lightning_turbo.measure import Interrupt, new_row
+from lightning_turbo.measure import Interrupt, InterruptedRunError, new_row
 from lightning_turbo.tune import epochs
 from lightning_turbo.tune.candidates import Baseline, list_candidates, select
 from lightning_turbo.tune.epochs import compare_epochs, describe_epochs, train_epochs
@@ -276,3 +276,23 @@ def test_without_matplotlib_there_is_no_picture_and_none_is_promised(tmp_path, m
     write_results(found, results, tmp_path)
     assert not (tmp_path / "tune.png").exists()
     assert "picture" not in results["verdict"]
+
+
+class Late(Still):
+    """A runner whose time is over before the unchanged script is measured."""
+
+    left = 0.0
+
+    def measure(self, configurations):
+        raise InterruptedRunError
+
+
+def test_a_script_too_slow_for_the_time_is_told_that_the_time_is_too_short():
+    made = Search(list_candidates(2), Late({}))
+    made.run()
+    results = make_results(made, ["python", "train.py"])
+    assert results["verdict"] == "nothing is recommended: the time was over before any setting was tried"
+    assert "--minutes" in results["next"]
+    assert "--only" not in results["next"]
+    assert "27 of 27 settings were not tried" in results["untried"]
+    assert ": up to " in results["untried"]
