@@ -63,7 +63,10 @@ class Repeat:
 
     def __getattr__(self, name: str) -> Any:
         """Return the loader's own attribute, which a script may read."""
-        return getattr(vars(self)["repeated"], name)
+        # While a copy is made, it has no loader yet.
+        if name == "repeated":
+            raise AttributeError(name)
+        return getattr(self.repeated, name)
 
 
 class Probe(Callback):

@@ -156,6 +156,7 @@ def test_a_script_reads_its_own_trainer(places, monkeypatch):
 @pytest.mark.parametrize("lengths", [(), [8]], ids=["a dataset", "a generator"])
 def test_a_script_reads_its_own_loader(mode, lengths, monkeypatch):
     read = "loader = self.trainer.train_dataloader; assert loader.num_workers == 0; assert loader.dataset is not None"
+    read += "; import copy; assert copy.copy(loader).dataset is loader.dataset"
     assert run(monkeypatch, mode=mode, lengths=lengths, epoch=read)["losses"]
 
 
