@@ -2,7 +2,7 @@
 
 ``python -m benchmarks NAME`` measures one suite; ``python -m benchmarks --help`` shows the names.
 
-- ``suite``: cases, aims and suites, which are tables of plain values, and the meter that a case is given.
+- ``suite``: cases, aims and suites, which are tables of plain values, and the timer that a case is given.
 - ``precision``, ``overhead``, ``memory``, ``loaders``, ``augment``, ``prefetch``, ``gpu``: the tables.
 - ``work``, ``peers``: the networks, data and loops that cases share; other libraries' loops and loaders.
 - ``runner``, ``worker``: the one runner, whose processes run interleaved rounds, and the inside of such a process.

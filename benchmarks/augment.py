@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from lightning_turbo import augment
 
 __all__ = ["SUITE", "TRANSFORMS"]
@@ -19,33 +19,33 @@ BATCH, SIZE = 4, 64
 DEGREES, SCALE, STD, GAMMA = 15.0, (0.8, 1.25), (0.0, 0.1), (0.7, 1.5)
 
 
-def _batch(meter: Meter) -> tuple[Tensor, Tensor]:
+def _batch(timer: CaseTimer) -> tuple[Tensor, Tensor]:
     """Volumes and masks on the CPU; small ones if quick."""
-    generator, size = torch.Generator().manual_seed(meter.seed), 32 if meter.quick else SIZE
+    generator, size = torch.Generator().manual_seed(timer.seed), 32 if timer.quick else SIZE
     volumes = torch.rand(BATCH, 1, size, size, size, generator=generator)
     return volumes, (volumes * 4).floor()
 
 
-def ours(meter: Meter) -> dict[str, float]:
-    """A ``BatchAugmentation`` on the meter's device, to which each batch is copied."""
+def ours(timer: CaseTimer) -> dict[str, float]:
+    """A ``BatchAugmentation`` on the timer's device, to which each batch is copied."""
     steps = [
         augment.RandomAffine(DEGREES, SCALE),
         augment.RandomFlip(),
         augment.RandomGaussianNoise(STD, p=1.0),
         augment.RandomGamma(GAMMA, p=1.0),
     ]
-    augmentation, (volumes, masks) = augment.BatchAugmentation(steps, meter.seed, mask=1), _batch(meter)
+    augmentation, (volumes, masks) = augment.BatchAugmentation(steps, timer.seed, mask=1), _batch(timer)
     number = 0
     while True:
-        batch = volumes.to(meter.device), masks.to(meter.device)
+        batch = volumes.to(timer.device), masks.to(timer.device)
         augmentation(batch, range(number, number + BATCH))
         number += BATCH
-        if not meter.step(samples=BATCH):
+        if not timer.step(samples=BATCH):
             return {}
 
 
-def monai(meter: Meter) -> dict[str, float]:
-    """MONAI's transforms on the CPU, one sample after another; the batch is then copied to the meter's device."""
+def monai(timer: CaseTimer) -> dict[str, float]:
+    """MONAI's transforms on the CPU, one sample after another; the batch is then copied to the timer's device."""
     from monai import transforms
     from monai.data import set_track_meta
 
@@ -61,13 +61,13 @@ def monai(meter: Meter) -> dict[str, float]:
         transforms.RandGaussianNoised("image", prob=1.0, std=STD[1]),
         transforms.RandAdjustContrastd("image", prob=1.0, gamma=GAMMA),
     ])  # fmt: skip
-    steps.set_random_state(meter.seed)
-    volumes, masks = _batch(meter)
+    steps.set_random_state(timer.seed)
+    volumes, masks = _batch(timer)
     while True:
         done: list[Any] = [steps({"image": volume, "mask": mask}) for volume, mask in zip(volumes, masks, strict=True)]
         for key in keys:
-            torch.stack([torch.as_tensor(each[key]) for each in done]).to(meter.device)
-        if not meter.step(samples=BATCH):
+            torch.stack([torch.as_tensor(each[key]) for each in done]).to(timer.device)
+        if not timer.step(samples=BATCH):
             return {}
 
 
@@ -175,14 +175,14 @@ def _cropped_by_monai(size: tuple[int, ...]) -> Change:
     return lambda batch: torch.stack([torch.as_tensor(transform(sample)) for sample in batch])
 
 
-def one_transform(meter: Meter, *, name: str, by: str, axes: int) -> dict[str, float]:
-    """One transform of a batch of images or volumes on the meter's device; all end in a stacked batch."""
+def one_transform(timer: CaseTimer, *, name: str, by: str, axes: int) -> dict[str, float]:
+    """One transform of a batch of images or volumes on the timer's device; all end in a stacked batch."""
     shape = IMAGES if axes == 2 else VOLUMES
-    batch = torch.rand(shape, generator=torch.Generator().manual_seed(meter.seed)).to(meter.device)
+    batch = torch.rand(shape, generator=torch.Generator().manual_seed(timer.seed)).to(timer.device)
     change = batch.__class__.clone if by == "clone" else (OWN[name] if by == "ours" else PEERS[by][name])(axes)
     while True:
         change(batch)
-        if not meter.step(samples=len(batch)):
+        if not timer.step(samples=len(batch)):
             return {}
 
 

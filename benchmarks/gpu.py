@@ -30,10 +30,10 @@ from benchmarks import groups, lengths, loading, overhead, patches
 from benchmarks.loaders import Pillow, dali_photos, dynamic_photos, forever, make_loader, make_photos
 from benchmarks.memory import memory
 from benchmarks.precision import autocast, half_inputs, plain_o2
-from benchmarks.suite import Case, Meter, SkippedError, Suite
+from benchmarks.suite import Case, CaseTimer, SkippedError, Suite
 from benchmarks.work import Endless, plain_loop, resnet50, sgd
 
-__all__ = ["SUITE", "ProfilingMeter", "count_kernels", "kernels_of"]
+__all__ = ["SUITE", "ProfilingTimer", "count_kernels", "kernels_of"]
 
 ROOT = Path(__file__).parents[1]
 LOOKED_AT = 3  # steps under the profiler
@@ -56,7 +56,7 @@ def count_kernels(spans: Iterable[tuple[float, float]], steps: int) -> dict[str,
     return {"kernels_a_step": len(ordered) / steps, "busy_share": busy / (reached - ordered[0][0])}
 
 
-class ProfilingMeter:
+class ProfilingTimer:
     """Lets a case run some more steps after the timing, and profiles them.
 
     The case calls ``step`` as usual; profiling ends when it returns ``False``. ``numbers`` then holds the reserved
@@ -64,24 +64,24 @@ class ProfilingMeter:
     that call no others.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, timer: CaseTimer) -> None:
+        self._timer = timer
         self._steps = 0
         self._rest = self._look()
         self.numbers: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._meter, name)
+        return getattr(self._timer, name)
 
     def step(self, samples: int = 0) -> bool:
         """Report the end of a step, and return whether to run another."""
         self._steps += 1
-        if not self._meter.over and self._meter.step(samples):
+        if not self._timer.over and self._timer.step(samples):
             return True
         return next(self._rest, False)
 
     def _look(self) -> Iterator[bool]:
-        cuda = self._meter.device.type == "cuda"
+        cuda = self._timer.device.type == "cuda"
         if cuda:
             self.numbers["reserved_bytes"] = torch.cuda.max_memory_reserved()
         while self._steps < 30:  # so that all cases have the loss of these steps
@@ -97,7 +97,7 @@ class ProfilingMeter:
         with profile(activities=[ProfilerActivity.CUDA if sees else ProfilerActivity.CPU]) as found:
             for _ in range(LOOKED_AT):
                 yield True
-            self._meter.synchronize()
+            self._timer.synchronize()
         self.numbers |= kernels_of(found.events(), sees)
 
 
@@ -112,13 +112,13 @@ def kernels_of(events: Any, cuda: bool) -> dict[str, float]:
     return count_kernels([(each.start, each.end) for each in kernels], LOOKED_AT)
 
 
-def watched(meter: Meter, *, what: str, **config: Any) -> dict[str, float]:
+def watched(timer: CaseTimer, *, what: str, **config: Any) -> dict[str, float]:
     """Run one of ``RUNS``, and look into a few steps after it was timed."""
     float16 = "'16-mixed'" in str(config) or "fp16" in str(config)
-    if meter.device.type == "cpu" and (float16 or config.get("graph")):
+    if timer.device.type == "cpu" and (float16 or config.get("graph")):
         raise SkippedError("needs a GPU")
-    profiling = ProfilingMeter(meter)
-    numbers = RUNS[what](cast(Meter, profiling), **config)
+    profiling = ProfilingTimer(timer)
+    numbers = RUNS[what](cast(CaseTimer, profiling), **config)
     return {**numbers, **profiling.numbers}
 
 
@@ -166,24 +166,24 @@ class _Transformer(nn.Module):
         return self.head(self.layers(self.embed(x))).transpose(1, 2)
 
 
-def _task(meter: Meter, task: str, tuned: bool = True) -> tuple[nn.Module, Endless]:
+def _task(timer: CaseTimer, task: str, tuned: bool = True) -> tuple[nn.Module, Endless]:
     """Network and batches of a task, made on the device; ``tuned`` puts both into the format that suits the device."""
     kind, batch, size = TASKS[task]
-    if small := meter.quick or meter.device.type == "cpu":
+    if small := timer.quick or timer.device.type == "cpu":
         batch, size = 2, SMALL.get(kind, 16)
     torch.backends.cudnn.benchmark = tuned
-    generator = torch.Generator(meter.device).manual_seed(meter.seed)
-    here: dict[str, Any] = {"device": meter.device, "generator": generator}
+    generator = torch.Generator(timer.device).manual_seed(timer.seed)
+    here: dict[str, Any] = {"device": timer.device, "generator": generator}
     if kind == "transformer":
         net, tokens = (_Transformer(1, 64, 64), 64) if small else (_Transformer(12, 768, 8192), 8192)
-        return net.to(meter.device), Endless(_texts((batch, size), tokens, here))
+        return net.to(timer.device), Endless(_texts((batch, size), tokens, here))
     if kind == "UNet":
         images = [torch.randn(batch, 1, size, size, size, **here) for _ in range(2)]
         batches = [(x, (x[:, 0] > 0).long()) for x in images]
-        return _formatted(meter, _UNet(4 if small else 32), batches, tuned)
+        return _formatted(timer, _UNet(4 if small else 32), batches, tuned)
     shape = (batch, 3, size, size) if kind == "ResNet-50" else (batch, 1, size, size, size)
     batches = [(torch.randn(*shape, **here), torch.randint(10, (batch,), **here)) for _ in range(2)]
-    return _formatted(meter, resnet50(len(shape) - 2, 10), batches, tuned)
+    return _formatted(timer, resnet50(len(shape) - 2, 10), batches, tuned)
 
 
 def _texts(shape: tuple[int, int], tokens: int, here: dict[str, Any]) -> list[Any]:
@@ -191,15 +191,15 @@ def _texts(shape: tuple[int, int], tokens: int, here: dict[str, Any]) -> list[An
     return [(text, text.roll(1, 1)) for text in texts]
 
 
-def _formatted(meter: Meter, net: Any, batches: list[Any], tuned: bool) -> tuple[nn.Module, Endless]:
+def _formatted(timer: CaseTimer, net: Any, batches: list[Any], tuned: bool) -> tuple[nn.Module, Endless]:
     last = torch.channels_last if batches[0][0].ndim == 4 else torch.channels_last_3d
     memory_format = last if tuned else torch.contiguous_format
     batches = [(images.contiguous(memory_format=memory_format), labels) for images, labels in batches]
-    return net.to(meter.device, memory_format=memory_format), Endless(batches)
+    return net.to(timer.device, memory_format=memory_format), Endless(batches)
 
 
 def plain(
-    meter: Meter,
+    timer: CaseTimer,
     *,
     task: str,
     dtype: str = "",
@@ -210,22 +210,22 @@ def plain(
     lists: str = "",
 ) -> dict[str, float]:
     """A loop as well as it can be written by hand: the bound of what runs under Lightning. ``lists`` adds ours."""
-    net, loader = _task(meter, task)
+    net, loader = _task(timer, task)
     if o2:
-        return plain_o2(meter, net, loader)
+        return plain_o2(timer, net, loader)
     if half:
         half_inputs(net.to(torch.bfloat16))
     optimizer = sgd(net.parameters(), fused=True)
     if lists:
-        return _initialized(meter, net, loader, optimizer, lists)
+        return _initialized(timer, net, loader, optimizer, lists)
     if mode:
         net = cast(nn.Module, torch.compile(net, mode=mode))
     if graph:
-        return _graphed(meter, net, loader, optimizer)
-    return autocast(meter, net, loader, optimizer, dtype) if dtype else plain_loop(meter, net, loader, optimizer)
+        return _graphed(timer, net, loader, optimizer)
+    return autocast(timer, net, loader, optimizer, dtype) if dtype else plain_loop(timer, net, loader, optimizer)
 
 
-def _initialized(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any, lists: str) -> dict[str, float]:
+def _initialized(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any, lists: str) -> dict[str, float]:
     """O1 as in apex's own loops, whose functions are cast by apex's lists or by torch's; in float16 on a GPU."""
     from lightning_turbo import amp
 
@@ -235,10 +235,10 @@ def _initialized(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any, 
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
 
-    return plain_loop(meter, net, loader, optimizer, backward=backward)
+    return plain_loop(timer, net, loader, optimizer, backward=backward)
 
 
-def _graphed(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any) -> dict[str, float]:
+def _graphed(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any) -> dict[str, float]:
     """The whole step under autocast, captured once as a CUDA graph, and replayed on batches that are copied in."""
     images, labels = (each.clone() for each in loader.batches[0])
 
@@ -263,105 +263,105 @@ def _graphed(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any) -> d
         images.copy_(batch[0])
         labels.copy_(batch[1])
         graph.replay()
-        if not meter.step(samples=len(labels)):
+        if not timer.step(samples=len(labels)):
             break
     return {"loss": loss.item()}
 
 
-def lightning(meter: Meter, *, task: str, tuned: bool = True, **options: Any) -> dict[str, float]:
+def lightning(timer: CaseTimer, *, task: str, tuned: bool = True, **options: Any) -> dict[str, float]:
     """The same training under a Trainer; the options are those of ``train``."""
     from benchmarks.training import Classifier, train
 
-    net, loader = _task(meter, task, tuned)
+    net, loader = _task(timer, task, tuned)
     module = Classifier(net, partial(sgd, fused=tuned))
-    return train(meter, module, loader, samples=len(loader.batches[0][1]), benchmark=tuned, **options)
+    return train(timer, module, loader, samples=len(loader.batches[0][1]), benchmark=tuned, **options)
 
 
-def fed(meter: Meter, *, feed: str) -> dict[str, float]:
+def fed(timer: CaseTimer, *, feed: str) -> dict[str, float]:
     """ResNet-50 in bfloat16, channels-last, fed from ``feed``: the device, the host's memory, or photographs."""
-    net: Any = resnet50(2, 3).to(meter.device)
+    net: Any = resnet50(2, 3).to(timer.device)
     net = net.to(memory_format=torch.channels_last)
     with tempfile.TemporaryDirectory() as folder:
-        loader: Any = _feed(meter, Path(folder), feed)
-        there: dict[str, Any] = {"device": meter.device, "non_blocking": True}
+        loader: Any = _feed(timer, Path(folder), feed)
+        there: dict[str, Any] = {"device": timer.device, "non_blocking": True}
         batches = (
             (images.to(memory_format=torch.channels_last, **there), labels.to(**there))
             for images, labels in forever(loader)
         )
-        forward = partial(torch.autocast, meter.device.type, torch.bfloat16)
-        result = plain_loop(meter, net, batches, sgd(net.parameters(), fused=True), forward=forward)
+        forward = partial(torch.autocast, timer.device.type, torch.bfloat16)
+        result = plain_loop(timer, net, batches, sgd(net.parameters(), fused=True), forward=forward)
         if hasattr(loader, "close"):
             loader.close()
         return result
 
 
-def _feed(meter: Meter, folder: Path, feed: str) -> Iterable[Any]:
+def _feed(timer: CaseTimer, folder: Path, feed: str) -> Iterable[Any]:
     from lightning_turbo.data import DevicePrefetcher, PrefetchLoader
     from lightning_turbo.data.dali import DALILoader, ImageFolder
 
-    batch, size = (2, 32) if meter.quick or meter.device.type == "cpu" else (128, 224)
+    batch, size = (2, 32) if timer.quick or timer.device.type == "cpu" else (128, 224)
     labels = torch.arange(8 * batch) % 3
     if feed == "synthetic":
-        return [(torch.randn(batch, 3, size, size, device=meter.device), labels[:batch].to(meter.device))]
+        return [(torch.randn(batch, 3, size, size, device=timer.device), labels[:batch].to(timer.device))]
     if feed in ("memory", "prefetched"):  # so that only collating and copying are left to do
         held = TensorDataset(torch.randn(8 * batch, 3, size, size), labels)
         if feed == "memory":
-            return DataLoader(held, batch, pin_memory=meter.device.type == "cuda")
-        return DevicePrefetcher(PrefetchLoader(held, batch), meter.device)
-    root = make_photos(meter, folder)
+            return DataLoader(held, batch, pin_memory=timer.device.type == "cuda")
+        return DevicePrefetcher(PrefetchLoader(held, batch), timer.device)
+    root = make_photos(timer, folder)
     if feed == "dali":
         recipe = ImageFolder(root, train=True, size=size, channels_last=True)
-        return DALILoader(recipe, batch, device=meter.device, drop_last=True, seed=meter.seed)
-    return make_loader(Pillow(root, size, raw=feed == "timm"), 2, feed, meter.device)
+        return DALILoader(recipe, batch, device=timer.device, drop_last=True, seed=timer.seed)
+    return make_loader(Pillow(root, size, raw=feed == "timm"), 2, feed, timer.device)
 
 
-def handed(meter: Meter, *, by: str) -> dict[str, float]:
+def handed(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """Batches of many small tensors from two worker processes, pinned, and copied to the device."""
-    there: dict[str, Any] = {"device": meter.device, "non_blocking": True}
-    options: dict[str, Any] = {"num_workers": 2, "collate_fn": list, "pin_memory": meter.device.type == "cuda"}
+    there: dict[str, Any] = {"device": timer.device, "non_blocking": True}
+    options: dict[str, Any] = {"num_workers": 2, "collate_fn": list, "pin_memory": timer.device.type == "cuda"}
     for batch in loading.LOADERS[by](loading.Fields(), 16, shuffle=True, **options):
         moved = [{name: field.to(**there) for name, field in sample.items()} for sample in batch]
-        if not meter.step(samples=len(moved)):
+        if not timer.step(samples=len(moved)):
             break
     return {}
 
 
-def volumes(meter: Meter, *, by: str) -> dict[str, float]:
+def volumes(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """A 3D UNet in bfloat16 on patches of scans: by our ``PatchDataset``, or MONAI's ``CacheDataset`` and crop."""
-    meter.quick |= meter.device.type == "cpu"
+    timer.quick |= timer.device.type == "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        files = patches.write_scans(meter, Path(folder))
-        data, collate = patches.MAKERS[by](meter, Path(folder), files)
+        files = patches.write_scans(timer, Path(folder))
+        data, collate = patches.MAKERS[by](timer, Path(folder), files)
         batch = 4 if by == "packed" else 1  # MONAI's crop makes four patches of one scan
         loader = DataLoader(data, batch, shuffle=True, num_workers=2, collate_fn=collate, persistent_workers=True)
-        move = partial(torch.Tensor.to, device=meter.device, non_blocking=True)
+        move = partial(torch.Tensor.to, device=timer.device, non_blocking=True)
         batches = (
             (move(each["image"], dtype=torch.float32), move(each["label"][:, 0], dtype=torch.long))
             for each in forever(loader)
         )
-        net = _UNet(4 if meter.quick else 32).to(meter.device)
-        forward = partial(torch.autocast, meter.device.type, torch.bfloat16)
-        return plain_loop(meter, net, batches, sgd(net.parameters(), fused=True), forward=forward)
+        net = _UNet(4 if timer.quick else 32).to(timer.device)
+        forward = partial(torch.autocast, timer.device.type, torch.bfloat16)
+        return plain_loop(timer, net, batches, sgd(net.parameters(), fused=True), forward=forward)
 
 
-def stopped(meter: Meter, *, ours: bool) -> dict[str, float]:
+def stopped(timer: CaseTimer, *, ours: bool) -> dict[str, float]:
     """What a run on the device sees twice and never that is stopped twice and goes on with other worker processes."""
     from examples.demo.stops import run
 
     warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # of the stock run, on purpose
     with tempfile.TemporaryDirectory() as folder:
-        counted = run(Path(folder), ours=ours, accelerator="gpu" if meter.device.type == "cuda" else "cpu")
-    while meter.step():
+        counted = run(Path(folder), ours=ours, accelerator="gpu" if timer.device.type == "cuda" else "cpu")
+    while timer.step():
         time.sleep(0.01)  # a step of nothing: what counts are the samples
     return {name: float(count) for name, count in counted.items()}
 
 
-def program(meter: Meter, *, name: str) -> dict[str, Any]:
+def program(timer: CaseTimer, *, name: str) -> dict[str, Any]:
     """Run the tests that need a GPU, or ``tune`` or ``doctor`` on an example, and return what it found."""
     with tempfile.TemporaryDirectory() as folder:
-        minutes = "0.3" if meter.quick else "3"
+        minutes = "0.3" if timer.quick else "3"
         words = {
-            "tests": ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *["--collect-only"] * meter.quick],
+            "tests": ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *["--collect-only"] * timer.quick],
             "tune": ["lightning_turbo", "tune", "--minutes", minutes, "--out", folder, "examples/tune/toy.py"],
             "doctor": ["lightning_turbo", "doctor", "--out", folder, "examples/tune/toy.py"],
         }[name]
@@ -374,14 +374,14 @@ def program(meter: Meter, *, name: str) -> dict[str, Any]:
         if (found := Path(folder, "tune.json")).is_file():
             chosen = json.loads(found.read_text())["chosen"]
             numbers |= {"chosen": ", ".join(chosen["settings"]) or "nothing", "chosen_time_ratio": chosen["ratio"]}
-    while meter.step():
+    while timer.step():
         time.sleep(0.01)  # a step of nothing: what counts is `program_seconds`
     return numbers
 
 
-def prepare(meter: Meter) -> dict[str, Any]:
+def prepare(timer: CaseTimer) -> dict[str, Any]:
     """Return the facts of the card: what it is, how it is set, and the ceilings of copying and of multiplying."""
-    device, cuda = meter.device, meter.device.type == "cuda"
+    device, cuda = timer.device, timer.device.type == "cuda"
     facts: dict[str, Any] = {
         "TF32 of matmul": str(torch.backends.cuda.matmul.allow_tf32),
         "TF32 of cuDNN": str(torch.backends.cudnn.allow_tf32),
@@ -395,14 +395,14 @@ def prepare(meter: Meter) -> dict[str, Any]:
     def seconds(work: Callable[[], object]) -> float:
         for _ in range(3):
             work()
-        meter.synchronize()
+        timer.synchronize()
         began = time.perf_counter()
         for _ in range(10):
             work()
-        meter.synchronize()
+        timer.synchronize()
         return (time.perf_counter() - began) / 10
 
-    size = 8192 if cuda and not meter.quick else 256
+    size = 8192 if cuda and not timer.quick else 256
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         matrix = torch.randn(size, size, device=device).to(dtype)
         facts[f"matmul {name}, TFLOP/s"] = 2e-12 * size**3 / seconds(partial(torch.mm, matrix, matrix))

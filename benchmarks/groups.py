@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from lightning_turbo.optim import merge_param_groups
 
 __all__ = ["SUITE"]
@@ -17,11 +17,11 @@ WAYS: dict[str, dict[str, Any]] = {"": {}, ", fused": {"fused": True}}
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 
 
-def step(meter: Meter, *, optimizer: str, merged: bool = False, **options: Any) -> dict[str, float]:
+def step(timer: CaseTimer, *, optimizer: str, merged: bool = False, **options: Any) -> dict[str, float]:
     """Make steps with constant gradients, and no forward or backward pass.
 
     Args:
-        meter: Of the case.
+        timer: Of the case.
         optimizer: A key of ``OPTIMIZERS``.
         merged: Whether groups with equal options become one.
         options: Of the optimizer.
@@ -29,8 +29,8 @@ def step(meter: Meter, *, optimizer: str, merged: bool = False, **options: Any) 
     Returns:
         The sum of the weights after two steps, which has to be the same with merged groups.
     """
-    generator = torch.Generator().manual_seed(meter.seed)
-    params = [torch.randn(64, 64, generator=generator).to(meter.device).requires_grad_() for _ in range(PARAMETERS)]
+    generator = torch.Generator().manual_seed(timer.seed)
+    params = [torch.randn(64, 64, generator=generator).to(timer.device).requires_grad_() for _ in range(PARAMETERS)]
     for param in params:
         param.grad = torch.ones_like(param)
     groups: list[dict[str, Any]] = [
@@ -40,7 +40,7 @@ def step(meter: Meter, *, optimizer: str, merged: bool = False, **options: Any) 
     made.step()
     made.step()
     total = sum(param.detach().double().sum() for param in params)
-    while meter.step(samples=1):
+    while timer.step(samples=1):
         made.step()
     return {"sum": float(total)}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from lightning_turbo.data import LengthBatchSampler
 
 __all__ = ["SUITE", "SortedInChunks", "count_words"]
@@ -83,9 +83,9 @@ class _Net(nn.Module):
         return self.head(found.masked_fill(padding[..., None], 0).sum(1))
 
 
-def epochs(meter: Meter, order: str, texts: int = 967) -> dict[str, float]:
+def epochs(timer: CaseTimer, order: str, texts: int = 967) -> dict[str, float]:
     """Train whole epochs, each a step; return the share of elements that are padding, and the batches of an epoch."""
-    lengths = count_words(128 if meter.quick else texts)
+    lengths = count_words(128 if timer.quick else texts)
     data = [torch.randint(1, WORDS, (length,)) for length in lengths]
     pad = nn.utils.rnn.pad_sequence
     loader = DataLoader(
@@ -93,13 +93,13 @@ def epochs(meter: Meter, order: str, texts: int = 967) -> dict[str, float]:
         batch_sampler=ORDERS[order](lengths),
         collate_fn=lambda samples: pad(samples, batch_first=True),
     )
-    net = _Net().to(meter.device)
+    net = _Net().to(timer.device)
     optimizer = torch.optim.AdamW(net.parameters())
     padding, number = 0.0, 0
-    while meter.step(samples=len(lengths)):
+    while timer.step(samples=len(lengths)):
         elements, words, number = 0, 0, 0
         for batch in loader:
-            batch = batch.to(meter.device)
+            batch = batch.to(timer.device)
             nn.functional.cross_entropy(net(batch), batch[:, 0] % 2).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from benchmarks.peers import monai_loader, timm_loader, torchdata_loader
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from lightning_turbo.data import PackedDataset, PrefetchLoader, seed_samples
 from lightning_turbo.data.dali import DALILoader, DynamicPipeline, ImageFolder
 
@@ -28,16 +28,16 @@ BATCH = 32
 MEAN, STD = (np.array(v, dtype=np.float32) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 
 
-def make_photos(meter: Meter, folder: Path) -> Path:
+def make_photos(timer: CaseTimer, folder: Path) -> Path:
     """Real photographs: tiles of scikit-image's textures, 500 x 375 pixels, as JPEG, in three classes."""
     from PIL import Image
     from skimage import data
 
-    generator = np.random.default_rng(meter.seed)
+    generator = np.random.default_rng(timer.seed)
     for name in ("brick", "grass", "gravel"):
         (folder / name).mkdir()
         whole = getattr(data, name)()
-        for n in range(16 if meter.quick else 64):
+        for n in range(16 if timer.quick else 64):
             y, x = generator.integers(0, 512 - 375), generator.integers(0, 512 - 500)
             tint = generator.uniform(0.6, 1, 3)
             tile = whole[y : y + 375, x : x + 500, None] * tint
@@ -45,13 +45,13 @@ def make_photos(meter: Meter, folder: Path) -> Path:
     return folder
 
 
-def _volumes(meter: Meter, folder: Path) -> tuple[list[str], list[int]]:
+def _volumes(timer: CaseTimer, folder: Path) -> tuple[list[str], list[int]]:
     """Real volumes: cubes of 28 voxels of nilearn's brain template, as files, and their labels."""
     from nilearn import datasets
 
     whole = np.ascontiguousarray(datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32))
-    generator = np.random.default_rng(meter.seed)
-    files = [str(folder / f"{n}.npy") for n in range(128 if meter.quick else 512)]
+    generator = np.random.default_rng(timer.seed)
+    files = [str(folder / f"{n}.npy") for n in range(128 if timer.quick else 512)]
     for file in files:
         z, y, x = generator.integers(40, 120, 3)
         np.save(file, whole[z : z + 28, y : y + 28, x : x + 28])
@@ -113,16 +113,16 @@ def forever(loader: Iterable[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def _drain(meter: Meter, batches: Iterable[Any]) -> dict[str, float]:
-    """Take batches until the meter says stop."""
+def _drain(timer: CaseTimer, batches: Iterable[Any]) -> dict[str, float]:
+    """Take batches until the timer says stop."""
     for batch in batches:
-        if not meter.step(samples=len(batch[0])):
+        if not timer.step(samples=len(batch[0])):
             break
     return {}
 
 
-def _size(meter: Meter) -> int:
-    return 128 if meter.quick else 224
+def _size(timer: CaseTimer) -> int:
+    return 128 if timer.quick else 224
 
 
 def make_loader(dataset: Dataset[Any], workers: int, by: str, device: torch.device) -> Iterable[Any]:
@@ -142,20 +142,20 @@ def make_loader(dataset: Dataset[Any], workers: int, by: str, device: torch.devi
     return DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers)
 
 
-def photos(meter: Meter, *, workers: int, by: str = "torch") -> dict[str, float]:
+def photos(timer: CaseTimer, *, workers: int, by: str = "torch") -> dict[str, float]:
     """Photographs by Pillow and numpy."""
     with tempfile.TemporaryDirectory() as folder:
-        dataset = Pillow(make_photos(meter, Path(folder)), _size(meter), raw=by == "timm")
-        return _drain(meter, make_loader(dataset, workers, by, meter.device))
+        dataset = Pillow(make_photos(timer, Path(folder)), _size(timer), raw=by == "timm")
+        return _drain(timer, make_loader(dataset, workers, by, timer.device))
 
 
-def volumes(meter: Meter, *, workers: int, by: str = "torch") -> dict[str, float]:
+def volumes(timer: CaseTimer, *, workers: int, by: str = "torch") -> dict[str, float]:
     """Volumes by ``np.load``."""
     with tempfile.TemporaryDirectory() as folder:
-        return _drain(meter, make_loader(_Numpy(*_volumes(meter, Path(folder))), workers, by, meter.device))
+        return _drain(timer, make_loader(_Numpy(*_volumes(timer, Path(folder))), workers, by, timer.device))
 
 
-def packed(meter: Meter) -> dict[str, float]:
+def packed(timer: CaseTimer) -> dict[str, float]:
     """The same volumes from one memory-mapped file, a batch at a time."""
 
     def normalise(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -165,23 +165,23 @@ def packed(meter: Meter) -> dict[str, float]:
         return (cubes / (deviation + 1e-6))[:, None], labels
 
     with tempfile.TemporaryDirectory() as folder:
-        files, labels = _volumes(meter, Path(folder))
+        files, labels = _volumes(timer, Path(folder))
         whole = Path(folder, "volumes.npy")
         np.save(whole, np.stack([np.load(file) for file in files]))
         data = PackedDataset({"volumes": whole, "labels": np.array(labels)}, transform=normalise)
         loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, collate_fn=PackedDataset.collate)
-        return _drain(meter, forever(loader))
+        return _drain(timer, forever(loader))
 
 
-def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, float]:
+def bare(timer: CaseTimer, *, uint8: bool, iterator: bool = False) -> dict[str, float]:
     """Photographs by a DALI pipeline with DALI's own reader: without any loader, or under DALI's own iterator."""
     from nvidia.dali import pipeline_def
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
     dali: Any = importlib.import_module("nvidia.dali")
-    fn, types, size = dali.fn, dali.types, _size(meter)
+    fn, types, size = dali.fn, dali.types, _size(timer)
     with tempfile.TemporaryDirectory() as folder:
-        root = str(make_photos(meter, Path(folder)))
+        root = str(make_photos(timer, Path(folder)))
 
         @pipeline_def
         def graph() -> Any:
@@ -195,42 +195,42 @@ def bare(meter: Meter, *, uint8: bool, iterator: bool = False) -> dict[str, floa
             return fn.crop_mirror_normalize(image, mirror=mirrored, mean=mean, std=std, dtype=types.FLOAT), labels
 
         pipeline: Any = graph(
-            batch_size=BATCH, num_threads=2, device_id=None, seed=meter.seed, prefetch_queue_depth=2,
+            batch_size=BATCH, num_threads=2, device_id=None, seed=timer.seed, prefetch_queue_depth=2,
             exec_dynamic=iterator or None,  # DALI's default where nothing holds on to a batch
         )  # fmt: skip
         pipeline.build()
         if iterator:
             settings: dict[str, Any] = {"last_batch_policy": LastBatchPolicy.DROP, "auto_reset": True}
             batches = DALIGenericIterator([pipeline], ["image", "label"], reader_name="files", **settings)
-            return _drain(meter, ((batch["image"], batch["label"]) for (batch,) in forever(batches)))
+            return _drain(timer, ((batch["image"], batch["label"]) for (batch,) in forever(batches)))
         pipeline.schedule_run()
         while True:
             batch = [torch.from_dlpack(output.as_tensor()) for output in pipeline.share_outputs()]
             pipeline.release_outputs()
             pipeline.schedule_run()
-            if not meter.step(samples=len(batch[0])):
+            if not timer.step(samples=len(batch[0])):
                 return {}
 
 
-def _load(meter: Meter, pipeline: Any, **settings: Any) -> dict[str, float]:
+def _load(timer: CaseTimer, pipeline: Any, **settings: Any) -> dict[str, float]:
     """Batches of a DALILoader."""
-    loader = DALILoader(pipeline, BATCH, num_threads=2, drop_last=True, seed=meter.seed, **settings)
-    result = _drain(meter, forever(loader))
+    loader = DALILoader(pipeline, BATCH, num_threads=2, drop_last=True, seed=timer.seed, **settings)
+    result = _drain(timer, forever(loader))
     loader.close()
     return result
 
 
-def dali_photos(meter: Meter, *, uint8: bool) -> dict[str, float]:
+def dali_photos(timer: CaseTimer, *, uint8: bool) -> dict[str, float]:
     """Photographs by a DALILoader over an ImageFolder."""
     with tempfile.TemporaryDirectory() as folder:
         kind = "uint8" if uint8 else "float32"
-        return _load(meter, ImageFolder(make_photos(meter, Path(folder)), train=True, size=_size(meter), dtype=kind))
+        return _load(timer, ImageFolder(make_photos(timer, Path(folder)), train=True, size=_size(timer), dtype=kind))
 
 
-def dynamic_photos(meter: Meter) -> dict[str, float]:
+def dynamic_photos(timer: CaseTimer) -> dict[str, float]:
     """Photographs by a DALILoader over dynamic mode, with the operations of an ImageFolder."""
     ndd: Any = importlib.import_module("nvidia.dali.experimental.dynamic")
-    size = _size(meter)
+    size = _size(timer)
 
     def read(root: str, shard_id: int, num_shards: int, order_seed: int) -> Any:
         shard = {"shard_id": shard_id, "num_shards": num_shards, "pad_last_batch": True}
@@ -246,11 +246,11 @@ def dynamic_photos(meter: Meter) -> dict[str, float]:
         return ndd.crop_mirror_normalize(image, mirror=mirror, mean=mean, std=std, dtype=ndd.float32), label
 
     with tempfile.TemporaryDirectory() as folder:
-        root = str(make_photos(meter, Path(folder)))
-        return _load(meter, DynamicPipeline(read, process), arguments={"root": root})
+        root = str(make_photos(timer, Path(folder)))
+        return _load(timer, DynamicPipeline(read, process), arguments={"root": root})
 
 
-def dali_volumes(meter: Meter) -> dict[str, float]:
+def dali_volumes(timer: CaseTimer) -> dict[str, float]:
     """Volumes by a DALILoader, without augmentation, as ``volumes`` reads them."""
     from nvidia.dali import fn, pipeline_def
 
@@ -262,8 +262,8 @@ def dali_volumes(meter: Meter) -> dict[str, float]:
         return fn.normalize(fn.expand_dims(volume, axes=0), epsilon=1e-12), label
 
     with tempfile.TemporaryDirectory() as folder:
-        files, labels = _volumes(meter, Path(folder))
-        return _load(meter, pipeline, arguments={"files": files, "labels": labels})
+        files, labels = _volumes(timer, Path(folder))
+        return _load(timer, pipeline, arguments={"files": files, "labels": labels})
 
 
 class _Indices(Dataset[int]):
@@ -282,18 +282,18 @@ def _worker_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def sample_seeds(meter: Meter) -> dict[str, float]:
+def sample_seeds(timer: CaseTimer) -> dict[str, float]:
     """The cost of sample seeds with one worker process, interleaved with the same loader without seeds."""
     plain = DataLoader(_Indices(), BATCH, num_workers=1)
     spent, samples, measuring = [0.0, 0.0], 0, True
     while measuring:
-        for which, loader in enumerate((plain, seed_samples(plain, meter.seed))):
+        for which, loader in enumerate((plain, seed_samples(plain, timer.seed))):
             began = _worker_seconds()
             for _ in loader:
                 pass
             spent[which] += _worker_seconds() - began
         samples += 256 * BATCH
-        measuring = meter.step(samples=2 * 256 * BATCH)
+        measuring = timer.step(samples=2 * 256 * BATCH)
     return {"microseconds_a_sample": 1e6 * (spent[1] - spent[0]) / samples}
 
 
@@ -315,7 +315,7 @@ class _Kept(Dataset[Tensor]):
         return sample
 
 
-def kept(meter: Meter) -> dict[str, float]:
+def kept(timer: CaseTimer) -> dict[str, float]:
     """The processor time of a PrefetchLoader over samples in memory, divided by that of a DataLoader, interleaved.
 
     Of images of 3 x 64 x 64 and of samples of 16 numbers, whose batches cost next to nothing but the loaders.
@@ -335,7 +335,7 @@ def kept(meter: Meter) -> dict[str, float]:
         for name, (plain, ours) in pairs.items():
             before, middle, after = (_processor_seconds(loader) for loader in (plain, ours, plain))
             ratios[name].append(2 * middle / (before + after))
-        measuring = meter.step(samples=3 * 250 * BATCH)
+        measuring = timer.step(samples=3 * 250 * BATCH)
     return {name: statistics.median(found) for name, found in ratios.items()}
 
 

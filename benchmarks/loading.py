@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, default_collate
 
 from benchmarks.loaders import forever
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from lightning_turbo.data import PrefetchLoader
 
 __all__ = ["STARTS", "SUITE", "Fields", "Files", "Images"]
@@ -94,34 +94,36 @@ LOADERS: dict[str, Callable[..., Iterable[Any]]] = {
 }
 
 
-def _drain(meter: Meter, batches: Iterable[Any], size: int) -> dict[str, float]:
+def _drain(timer: CaseTimer, batches: Iterable[Any], size: int) -> dict[str, float]:
     for _ in batches:
-        if not meter.step(samples=size):
+        if not timer.step(samples=size):
             break
     return {}
 
 
-def arrays(meter: Meter, *, by: str) -> dict[str, float]:
+def arrays(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """Batches of 256 out of 50,000 rows of 20 and 5 numbers, in this process."""
-    generator = torch.Generator().manual_seed(meter.seed)
+    generator = torch.Generator().manual_seed(timer.seed)
     data = TensorDataset(torch.rand(50_000, 20, generator=generator), torch.rand(50_000, 5, generator=generator))
-    return _drain(meter, forever(LOADERS[by](data, 256, shuffle=True)), 256)
+    return _drain(timer, forever(LOADERS[by](data, 256, shuffle=True)), 256)
 
 
-def small(meter: Meter, *, by: str) -> dict[str, float]:
+def small(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """Batches of 16 samples of eight small tensors, in a list, from two processes."""
-    return _drain(meter, LOADERS[by](Fields(), BATCH, shuffle=True, collate_fn=list, num_workers=WORKERS), BATCH)
+    return _drain(timer, LOADERS[by](Fields(), BATCH, shuffle=True, collate_fn=list, num_workers=WORKERS), BATCH)
 
 
-def large(meter: Meter, *, by: str) -> dict[str, float]:
+def large(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """Batches of two large tensors, of 1.8 and 0.6 MB, from two processes."""
     settings = {"shuffle": True, "collate_fn": default_collate, "num_workers": WORKERS}
-    return _drain(meter, LOADERS[by](Images(), BATCH, **settings), BATCH)
+    return _drain(timer, LOADERS[by](Images(), BATCH, **settings), BATCH)
 
 
-def start(meter: Meter, *, by: str, method: str, persistent: bool = False, files: int = 400_000) -> dict[str, float]:
+def start(
+    timer: CaseTimer, *, by: str, method: str, persistent: bool = False, files: int = 400_000
+) -> dict[str, float]:
     """The first batch of an epoch: two processes over a list of files; of the first epoch beside it."""
-    data = Files(20_000 if meter.quick else files)
+    data = Files(20_000 if timer.quick else files)
     settings = {"num_workers": WORKERS, "multiprocessing_context": method, "persistent_workers": persistent}
     loader = LOADERS[by](data, BATCH, **settings)
     began, first = time.perf_counter(), 0.0
@@ -129,7 +131,7 @@ def start(meter: Meter, *, by: str, method: str, persistent: bool = False, files
         batches = iter(loader)
         next(batches)
         first = first or time.perf_counter() - began
-        if not meter.step(samples=BATCH):
+        if not timer.step(samples=BATCH):
             return {"first_epoch_seconds": first}
         del batches
 

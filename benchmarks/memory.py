@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from benchmarks.work import Endless, conv_net, image_batches
 from lightning_turbo.measure import peak_bytes
 
@@ -53,22 +53,22 @@ def training_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _task(meter: Meter, kind: str) -> tuple[nn.Module, Endless]:
+def _task(timer: CaseTimer, kind: str) -> tuple[nn.Module, Endless]:
     """A network and its batches, of which ``"activations"``, ``"weights"`` or both (``"even"``) take the memory."""
-    larger = 4 if meter.device.type == "cuda" else 1
+    larger = 4 if timer.device.type == "cuda" else 1
     if kind == "activations":
-        return conv_net(10), Endless(image_batches(meter, (3, 32, 32), 10, 128 * larger, count=2))
+        return conv_net(10), Endless(image_batches(timer, (3, 32, 32), 10, 128 * larger, count=2))
     width, depth, batch = (1536, 4, 16) if kind == "weights" else (1024, 6, 1024 * larger)
     layers = [(nn.Linear(width * larger, width * larger), nn.ReLU()) for _ in range(depth)]
     net = nn.Sequential(*itertools.chain.from_iterable(layers), nn.Linear(width * larger, 10))
-    return net, Endless(image_batches(meter, (width * larger,), 10, batch, count=2))
+    return net, Endless(image_batches(timer, (width * larger,), 10, batch, count=2))
 
 
-def memory(meter: Meter, *, kind: str, release: bool = False, **options: Any) -> dict[str, float]:
+def memory(timer: CaseTimer, *, kind: str, release: bool = False, **options: Any) -> dict[str, float]:
     """Train under a Trainer and watch the memory of each step.
 
     Args:
-        meter: Of the case.
+        timer: Of the case.
         kind: As in ``_task``.
         release: Whether ``GradToNone`` is added.
         options: Those of ``train``.
@@ -94,31 +94,31 @@ def memory(meter: Meter, *, kind: str, release: bool = False, **options: Any) ->
 
         def on_train_batch_start(self, *args: Any, **options: Any) -> None:
             self.steps += 1
-            _reset_peak(meter.device)
+            _reset_peak(timer.device)
 
         def on_before_backward(self, *args: Any, **options: Any) -> None:
-            self.note("forward_peak_bytes", peak_bytes(meter.device))
+            self.note("forward_peak_bytes", peak_bytes(timer.device))
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
             self.note("state_bytes", training_bytes(pl_module, trainer.optimizers))
 
         def on_train_batch_end(self, *args: Any, **options: Any) -> None:
-            self.note("step_peak_bytes", peak_bytes(meter.device))
+            self.note("step_peak_bytes", peak_bytes(timer.device))
 
     adam: Any = partial(torch.optim.Adam, lr=1e-4)
     # Something tiny goes first, so that what the libraries load on first use is loaded.
     net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))
-    accelerator = "gpu" if meter.device.type == "cuda" else "cpu"
-    tiny = Endless(image_batches(meter, (3, 8, 8), 2, 2, count=1))
+    accelerator = "gpu" if timer.device.type == "cuda" else "cpu"
+    tiny = Endless(image_batches(timer, (3, 8, 8), 2, 2, count=1))
     Trainer(max_steps=2, accelerator=accelerator, devices=1, **QUIET).fit(Classifier(net, adam), tiny)
     gc.collect()
 
-    before = _current_bytes(meter.device)
-    net, loader = _task(meter, kind)
+    before = _current_bytes(timer.device)
+    net, loader = _task(timer, kind)
     peaks = PeakMemory()
     callbacks: list[Callback] = [peaks, *([GradToNone()] if release else [])]
-    module = Classifier(net.to(meter.device), adam)
-    numbers = train(meter, module, loader, samples=len(loader.batches[0][1]), callbacks=callbacks, **options)
+    module = Classifier(net.to(timer.device), adam)
+    numbers = train(timer, module, loader, samples=len(loader.batches[0][1]), callbacks=callbacks, **options)
     middles = {name: statistics.median(values) for name, values in peaks.seen.items()}
     if before is not None:
         middles.update({name: value - before for name, value in middles.items() if name.endswith("peak_bytes")})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.suite import Aim, Case, Meter, SkippedError, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, SkippedError, Suite
 from benchmarks.work import Endless, image_batches, plain_loop, sgd, toy_net
 
 if TYPE_CHECKING:
@@ -29,42 +29,42 @@ LIGHTNINGS = ("2.5.6", "2.6.1", "2.6.6")  # each in a folder of its own
 FOLDER = Path("runs", "lightning")
 
 
-def _task(meter: Meter, demo: str) -> tuple[nn.Module, Endless]:
-    """A toy network and its batches, on the meter's device; or those of a task of the demo."""
+def _task(timer: CaseTimer, demo: str) -> tuple[nn.Module, Endless]:
+    """A toy network and its batches, on the timer's device; or those of a task of the demo."""
     if demo:
         from examples.demo.model import DemoNet
 
         dims, batch, size = {"digits": (2, 32, 8), "volumes": (3, 16, 28)}[demo]
-        batches = image_batches(meter, (1, *[size] * dims), 2, batch)
-        return DemoNet(dims=dims, classes=2).net.to(meter.device), Endless(batches)
-    generator = torch.Generator().manual_seed(meter.seed)
+        batches = image_batches(timer, (1, *[size] * dims), 2, batch)
+        return DemoNet(dims=dims, classes=2).net.to(timer.device), Endless(batches)
+    generator = torch.Generator().manual_seed(timer.seed)
     batches = [
         (torch.randn(BATCH, 32, generator=generator), torch.randint(10, (BATCH,), generator=generator))
         for _ in range(8)
     ]
-    return toy_net().to(meter.device), Endless([(x.to(meter.device), y.to(meter.device)) for x, y in batches])
+    return toy_net().to(timer.device), Endless([(x.to(timer.device), y.to(timer.device)) for x, y in batches])
 
 
 def plain(
-    meter: Meter, *, autocast: bool = False, fused: bool = False, demo: str = "", compiled: bool = False
+    timer: CaseTimer, *, autocast: bool = False, fused: bool = False, demo: str = "", compiled: bool = False
 ) -> dict[str, float]:
     """The loop that every other case is measured against."""
-    net, loader = _task(meter, demo)
+    net, loader = _task(timer, demo)
     optimizer = sgd(net.parameters(), fused=fused)
     if compiled:
         net = cast(nn.Module, torch.compile(net))  # net.compile() compiles nothing of an nn.Sequential
-    forward: Any = partial(torch.autocast, meter.device.type, torch.bfloat16)
-    return plain_loop(meter, net, loader, optimizer, forward=forward if autocast else nullcontext)
+    forward: Any = partial(torch.autocast, timer.device.type, torch.bfloat16)
+    return plain_loop(timer, net, loader, optimizer, forward=forward if autocast else nullcontext)
 
 
 def lightning(
-    meter: Meter, *, log: int = 0, callback: str = "", schedule: str = "", data: str = "", epochs: bool = False,
+    timer: CaseTimer, *, log: int = 0, callback: str = "", schedule: str = "", data: str = "", epochs: bool = False,
     demo: str = "", **options: Any,
 ) -> dict[str, float]:  # fmt: skip
     """The same step under a Trainer.
 
     Args:
-        meter: Of the case.
+        timer: Of the case.
         log: Values logged in each step.
         callback: Name of one of our callbacks to add; after a comma, in which way.
         schedule: ``"torch"`` or ``"ours"`` cycles the learning rate step by step.
@@ -76,14 +76,14 @@ def lightning(
     """
     from benchmarks.training import Classifier, train
 
-    net, loader = _task(meter, demo)
+    net, loader = _task(timer, demo)
     module = Classifier(net, partial(_optimizer, schedule=schedule), log)
     callbacks = [_callback(callback)] if callback else []
     source = _datamodule(loader, data, epochs) if data else loader
-    return train(meter, module, source, samples=len(loader.batches[0][0]), callbacks=callbacks, **options)
+    return train(timer, module, source, samples=len(loader.batches[0][0]), callbacks=callbacks, **options)
 
 
-def other_lightning(meter: Meter, *, version: str, **options: Any) -> dict[str, float]:
+def other_lightning(timer: CaseTimer, *, version: str, **options: Any) -> dict[str, float]:
     """The step of ``lightning`` under a version of Lightning that stands in a folder of its own.
 
     Raises:
@@ -99,7 +99,7 @@ def other_lightning(meter: Meter, *, version: str, **options: Any) -> dict[str, 
 
     if __version__ != version:
         raise RuntimeError(f"{folder}: expected Lightning {version}, got {__version__}")
-    return lightning(meter, **options)
+    return lightning(timer, **options)
 
 
 def _optimizer(parameters: Iterable[Any], schedule: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from benchmarks.loaders import forever
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from lightning_turbo.data import PatchDataset, pack_folder
 
 __all__ = ["SUITE"]
@@ -26,15 +26,15 @@ KEYS = {"image": "volumes", "label": "labels"}
 Files = list[dict[str, str]]
 
 
-def write_scans(meter: Meter, folder: Path) -> Files:
+def write_scans(timer: CaseTimer, folder: Path) -> Files:
     """Smooth volumes with noise, as int16, of slightly different sizes, and a label volume with a ball for each."""
     import nibabel
 
     for name in ("scans", "masks"):
         (folder / name).mkdir()
     for n in range(SCANS):
-        generator = np.random.default_rng([meter.seed, n])
-        lengths = np.array(SHAPE) // (6 if meter.quick else 1) - generator.integers(0, 8, 3)
+        generator = np.random.default_rng([timer.seed, n])
+        lengths = np.array(SHAPE) // (6 if timer.quick else 1) - generator.integers(0, 8, 3)
         grid = np.meshgrid(*map(np.arange, lengths), indexing="ij", sparse=True)
         waves = sum(np.sin(axis / generator.uniform(9, 30)) for axis in grid)
         distance = sum((axis - length / 2) ** 2 for axis, length in zip(grid, lengths, strict=True))
@@ -48,88 +48,88 @@ def write_scans(meter: Meter, folder: Path) -> Files:
     ]
 
 
-def _patch(meter: Meter) -> tuple[int, ...]:
-    return (32, 32, 32) if meter.quick else PATCH
+def _patch(timer: CaseTimer) -> tuple[int, ...]:
+    return (32, 32, 32) if timer.quick else PATCH
 
 
-def _packed(meter: Meter, folder: Path, files: Files, compress: bool = False) -> tuple[Any, Any]:
-    out, patch = folder / "packed", _patch(meter)
+def _packed(timer: CaseTimer, folder: Path, files: Files, compress: bool = False) -> tuple[Any, Any]:
+    out, patch = folder / "packed", _patch(timer)
     if not out.exists():
         pack_folder(folder / "scans", out, labels=folder / "masks", compress=patch if compress else False)
     return PatchDataset(out, patch, per_scan=PER_SCAN, foreground=0.5, keys=KEYS), PatchDataset.collate
 
 
-def _compressed(meter: Meter, folder: Path, files: Files) -> tuple[Any, Any]:
-    return _packed(meter, folder, files, compress=True)
+def _compressed(timer: CaseTimer, folder: Path, files: Files) -> tuple[Any, Any]:
+    return _packed(timer, folder, files, compress=True)
 
 
-def _monai_steps(meter: Meter) -> Any:
+def _monai_steps(timer: CaseTimer) -> Any:
     from monai import transforms
 
     both = ("image", "label")
-    crop = transforms.RandCropByPosNegLabeld(both, "label", _patch(meter), pos=1, neg=1, num_samples=PER_SCAN)
+    crop = transforms.RandCropByPosNegLabeld(both, "label", _patch(timer), pos=1, neg=1, num_samples=PER_SCAN)
     return transforms.Compose([transforms.LoadImaged(both, ensure_channel_first=True), crop])
 
 
-def _persistent(meter: Meter, folder: Path, files: Files) -> tuple[Any, Any]:
+def _persistent(timer: CaseTimer, folder: Path, files: Files) -> tuple[Any, Any]:
     from monai import data
 
-    dataset = data.PersistentDataset(files, _monai_steps(meter), folder / "persistent")
+    dataset = data.PersistentDataset(files, _monai_steps(timer), folder / "persistent")
     for index in range(len(files)):  # the first time it writes what it loads
         dataset[index]
     return dataset, data.list_data_collate
 
 
-def _cached(meter: Meter, folder: Path, files: Files) -> tuple[Any, Any]:
+def _cached(timer: CaseTimer, folder: Path, files: Files) -> tuple[Any, Any]:
     from monai import data
 
-    return data.CacheDataset(files, _monai_steps(meter), progress=False), data.list_data_collate
+    return data.CacheDataset(files, _monai_steps(timer), progress=False), data.list_data_collate
 
 
 MAKERS = {"packed": _packed, "compressed": _compressed, "persistent": _persistent, "cached": _cached}
 
 
-def loaded(meter: Meter, *, by: str) -> dict[str, float]:
+def loaded(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """Batches of four patches by a DataLoader with one worker; of MONAI's those of one scan, as its crop makes them."""
     with tempfile.TemporaryDirectory() as name:
-        data, collate = MAKERS[by](meter, Path(name), write_scans(meter, Path(name)))
+        data, collate = MAKERS[by](timer, Path(name), write_scans(timer, Path(name)))
         size = PER_SCAN if isinstance(data, PatchDataset) else 1
         sampler = RandomSampler(data, num_samples=10**9)  # one epoch follows the other as if they were one
         loader = DataLoader(data, size, sampler=sampler, num_workers=1, collate_fn=collate)
         for batch in loader:
-            if not meter.step(samples=len(batch["image"])):
+            if not timer.step(samples=len(batch["image"])):
                 return {}
     return {}
 
 
-def torchio_queue(meter: Meter) -> dict[str, float]:
+def torchio_queue(timer: CaseTimer) -> dict[str, float]:
     """The same by TorchIO's queue with one worker, with long epochs."""
     import torchio  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as name:
         subjects = [
             torchio.Subject(image=torchio.ScalarImage(each["image"]), label=torchio.LabelMap(each["label"]))
-            for each in write_scans(meter, Path(name))
+            for each in write_scans(timer, Path(name))
         ]
-        sampler = torchio.LabelSampler(_patch(meter), "label", {0: 1, 1: 1})
+        sampler = torchio.LabelSampler(_patch(timer), "label", {0: 1, 1: 1})
         dataset = torchio.SubjectsDataset(subjects * 1000)
         queue = torchio.Queue(dataset, 4 * PER_SCAN, PER_SCAN, sampler, num_workers=1, start_background=False)
         for batch in forever(DataLoader(queue, PER_SCAN)):
-            if not meter.step(samples=len(batch["image"]["data"])):
+            if not timer.step(samples=len(batch["image"]["data"])):
                 return {}
     return {}
 
 
-def read(meter: Meter, *, by: str) -> dict[str, float]:
+def read(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """Single patches of image and label, read in this process."""
     times = []
     with tempfile.TemporaryDirectory() as name:
-        data, _ = MAKERS[by](meter, Path(name), write_scans(meter, Path(name)))
+        data, _ = MAKERS[by](timer, Path(name), write_scans(timer, Path(name)))
         for index in forever(range(len(data))):
             start = time.perf_counter()
             data[index]
             times.append(time.perf_counter() - start)
-            if not meter.step(samples=1):
+            if not timer.step(samples=1):
                 return {"milliseconds_a_patch": 1e3 * statistics.median(times)}
     return {}
 
@@ -164,14 +164,14 @@ def _hold(make: Callable[[], Any], both: Any, found: Any) -> None:
     found.join()
 
 
-def memory(meter: Meter, *, by: str) -> dict[str, float]:
+def memory(timer: CaseTimer, *, by: str) -> dict[str, float]:
     """What two ranks with two workers each hold together, each with a dataset of its own, as under DDP."""
     context = torch.multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        files = write_scans(meter, Path(name))
+        files = write_scans(timer, Path(name))
 
         def make() -> Any:
-            return MAKERS[by](meter, Path(name), files)[0]
+            return MAKERS[by](timer, Path(name), files)[0]
 
         if by == "packed":
             make()
@@ -184,7 +184,7 @@ def memory(meter: Meter, *, by: str) -> dict[str, float]:
             found.task_done()
         for rank in ranks:
             rank.join()
-    while meter.step():
+    while timer.step():
         pass
     return {"held_bytes": held}
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from benchmarks.suite import Meter, SkippedError
+from benchmarks.suite import CaseTimer, SkippedError
 from benchmarks.work import Endless, Losses, plain_loop
 
 __all__ = [
@@ -23,20 +23,20 @@ __all__ = [
 ]  # fmt: skip
 
 
-def train_with_accelerate(meter: Meter, net: nn.Module, loader: Endless, optimizer: Optimizer) -> dict[str, float]:
+def train_with_accelerate(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Optimizer) -> dict[str, float]:
     """Train with Hugging Face Accelerate in bfloat16, batches already being on the device."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision="bf16", cpu=meter.device.type == "cpu")
+    accelerator = Accelerator(mixed_precision="bf16", cpu=timer.device.type == "cpu")
     net, optimizer = accelerator.prepare(net, optimizer)
-    return plain_loop(meter, net, loader, optimizer, backward=accelerator.backward)
+    return plain_loop(timer, net, loader, optimizer, backward=accelerator.backward)
 
 
 def train_with_composer(
-    meter: Meter, net: nn.Module, loader: Endless, optimizer: Optimizer, precision: str
+    timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Optimizer, precision: str
 ) -> dict[str, float]:
     """Train with MosaicML Composer, in ``"fp32"`` or ``"amp_bf16"``."""
-    if precision != "fp32" and meter.device.type == "cpu":
+    if precision != "fp32" and timer.device.type == "cpu":
         raise SkippedError("Composer has no mixed precision on a CPU")
     from composer import Callback, ComposerModel, Trainer
 
@@ -56,7 +56,7 @@ def train_with_composer(
     class Pace(Callback):
         def batch_end(self, state: Any, logger: object) -> None:
             losses.add(state.loss)
-            if not meter.step(samples=batch):
+            if not timer.step(samples=batch):
                 state.stop_training()
 
     Trainer(
@@ -67,7 +67,7 @@ def train_with_composer(
         optimizers=optimizer,
         max_duration=f"{10**9}ba",
         precision=precision,
-        device="gpu" if meter.device.type == "cuda" else "cpu",
+        device="gpu" if timer.device.type == "cuda" else "cpu",
         callbacks=[Pace()],
         progress_bar=False,
     ).fit()
@@ -75,14 +75,14 @@ def train_with_composer(
 
 
 def train_with_apex(
-    meter: Meter, net: nn.Module, loader: Endless, optimizer: Optimizer, level: str
+    timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Optimizer, level: str
 ) -> dict[str, float]:
     """Train with an apex that still has ``apex.amp``, in float16, at a level of ``"O1"`` or ``"O2"``.
 
     Raises:
         SkippedError: If the installed apex has no ``amp``.
     """
-    if meter.device.type == "cpu":
+    if timer.device.type == "cpu":
         raise SkippedError("apex needs a GPU")
     try:
         from apex import amp
@@ -94,7 +94,7 @@ def train_with_apex(
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
 
-    return plain_loop(meter, net, loader, optimizer, backward=backward)
+    return plain_loop(timer, net, loader, optimizer, backward=backward)
 
 
 def timm_loader(

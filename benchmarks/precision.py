@@ -10,24 +10,24 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.peers import train_with_accelerate, train_with_apex, train_with_composer
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from benchmarks.work import DTYPES, Endless, conv_net, image_batches, plain_loop, sgd
 
 __all__ = ["SUITE", "autocast", "half_inputs", "plain_o2"]
 
 
-def _task(meter: Meter) -> tuple[nn.Module, Endless]:
-    """Network and batches for the meter's device."""
-    net = conv_net(10, width=16 if meter.quick else 32)
-    return net.to(meter.device), Endless(image_batches(meter, (3, 32, 32), 10, 32))
+def _task(timer: CaseTimer) -> tuple[nn.Module, Endless]:
+    """Network and batches for the timer's device."""
+    net = conv_net(10, width=16 if timer.quick else 32)
+    return net.to(timer.device), Endless(image_batches(timer, (3, 32, 32), 10, 32))
 
 
-def autocast(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any, dtype: str) -> dict[str, float]:
+def autocast(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any, dtype: str) -> dict[str, float]:
     """A plain loop under autocast, with a scaler where the type is ``"fp16"``."""
-    forward = partial(torch.autocast, meter.device.type, DTYPES[dtype])
+    forward = partial(torch.autocast, timer.device.type, DTYPES[dtype])
     if dtype != "fp16":
-        return plain_loop(meter, net, loader, optimizer, forward=forward)
-    scaler = torch.amp.GradScaler(meter.device.type)
+        return plain_loop(timer, net, loader, optimizer, forward=forward)
+    scaler = torch.amp.GradScaler(timer.device.type)
 
     def step() -> None:
         scaler.step(optimizer)
@@ -37,17 +37,17 @@ def autocast(meter: Meter, net: nn.Module, loader: Endless, optimizer: Any, dtyp
     def backward(loss: Tensor) -> None:
         scaler.scale(loss).backward()
 
-    return plain_loop(meter, net, loader, optimizer, forward=forward, backward=backward, step=step)
+    return plain_loop(timer, net, loader, optimizer, forward=forward, backward=backward, step=step)
 
 
-def plain(meter: Meter, *, dtype: str = "", channels_last: bool = False, fused: bool = False) -> dict[str, float]:
+def plain(timer: CaseTimer, *, dtype: str = "", channels_last: bool = False, fused: bool = False) -> dict[str, float]:
     """A plain loop, in float32 or under autocast."""
-    net, loader = _task(meter)
+    net, loader = _task(timer)
     if channels_last:
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         loader.batches = [(x.to(memory_format=torch.channels_last), y) for x, y in loader.batches]
     optimizer = sgd(net.parameters(), fused=fused)
-    return autocast(meter, net, loader, optimizer, dtype) if dtype else plain_loop(meter, net, loader, optimizer)
+    return autocast(timer, net, loader, optimizer, dtype) if dtype else plain_loop(timer, net, loader, optimizer)
 
 
 def half_inputs(net: nn.Module) -> None:
@@ -55,7 +55,7 @@ def half_inputs(net: nn.Module) -> None:
     net.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(torch.bfloat16),))
 
 
-def plain_o2(meter: Meter, net: nn.Module, loader: Endless) -> dict[str, float]:
+def plain_o2(timer: CaseTimer, net: nn.Module, loader: Endless) -> dict[str, float]:
     """O2 written by hand in bfloat16: half weights, float32 batch norm and masters, foreach copies."""
     masters: list[Tensor] = [parameter.detach().clone() for parameter in net.parameters()]
     net.to(torch.bfloat16)
@@ -77,36 +77,36 @@ def plain_o2(meter: Meter, net: nn.Module, loader: Endless) -> dict[str, float]:
         with torch.no_grad():
             torch._foreach_copy_(weights, masters)
 
-    return plain_loop(meter, net, loader, optimizer, step=step)
+    return plain_loop(timer, net, loader, optimizer, step=step)
 
 
-def o2_by_hand(meter: Meter) -> dict[str, float]:
+def o2_by_hand(timer: CaseTimer) -> dict[str, float]:
     """O2 written by hand."""
-    return plain_o2(meter, *_task(meter))
+    return plain_o2(timer, *_task(timer))
 
 
-def plain_half(meter: Meter) -> dict[str, float]:
+def plain_half(timer: CaseTimer) -> dict[str, float]:
     """A plain loop in bfloat16 throughout."""
-    net, loader = _task(meter)
+    net, loader = _task(timer)
     half_inputs(net.to(torch.bfloat16))
-    return plain_loop(meter, net, loader, sgd(net.parameters()))
+    return plain_loop(timer, net, loader, sgd(net.parameters()))
 
 
-def lightning(meter: Meter, **options: Any) -> dict[str, float]:
+def lightning(timer: CaseTimer, **options: Any) -> dict[str, float]:
     """The same training under a Trainer; the options are those of ``train``."""
     from benchmarks.training import Classifier, train
 
-    net, loader = _task(meter)
-    return train(meter, Classifier(net, sgd), loader, samples=len(loader.batches[0][1]), **options)
+    net, loader = _task(timer)
+    return train(timer, Classifier(net, sgd), loader, samples=len(loader.batches[0][1]), **options)
 
 
 PEERS = {"accelerate": train_with_accelerate, "composer": train_with_composer, "apex": train_with_apex}
 
 
-def peer(meter: Meter, *, library: str, **options: Any) -> dict[str, float]:
+def peer(timer: CaseTimer, *, library: str, **options: Any) -> dict[str, float]:
     """The same training by another library."""
-    net, loader = _task(meter)
-    return PEERS[library](meter, net, loader, sgd(net.parameters()), **options)
+    net, loader = _task(timer)
+    return PEERS[library](timer, net, loader, sgd(net.parameters()), **options)
 
 
 MIXED, TRUE = "Lightning bf16-mixed", "Lightning bf16-true"

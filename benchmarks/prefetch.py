@@ -17,7 +17,7 @@ from prefetch_generator import BackgroundGenerator
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.peers import monai_loader
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from lightning_turbo.data.loading.loader import PrefetchLoader
 
 __all__ = ["GRID", "SUITE", "Cell", "grid"]
@@ -133,14 +133,14 @@ def _seconds(things: Iterable[Any], skip: int) -> float:
     return (ends[-1] - ends[skip - 1]) / (len(ends) - skip)
 
 
-def bound_case(meter: Meter, **cell: Any) -> dict[str, float]:
+def bound_case(timer: CaseTimer, **cell: Any) -> dict[str, float]:
     """The longer of load and step, alone."""
     here = Cell(**cell)
     loads = _seconds(DataLoader(Loads(here, 24), SAMPLES), 8)
     batches, steps = iter(DataLoader(Loads(here), SAMPLES)), _seconds((_run_step(here) for _ in range(16)), 2)
     while True:
         next(batches) if loads > steps else _run_step(here)
-        if not meter.step(samples=SAMPLES):
+        if not timer.step(samples=SAMPLES):
             return {}
 
 
@@ -155,13 +155,13 @@ def build(name: str, cell: Cell) -> Iterable[Any]:
     return {"DataLoader": DataLoader, "BackgroundGenerator": Published, OURS: PrefetchLoader}[kind](data, **options)
 
 
-def loader_case(meter: Meter, *, loader: str, **cell: Any) -> dict[str, float]:
+def loader_case(timer: CaseTimer, *, loader: str, **cell: Any) -> dict[str, float]:
     """Load and step with one kind of loader."""
     here = Cell(**cell)
     batches: Any = iter(build(loader, here))
     for _ in batches:
         _run_step(here)
-        if not meter.step(samples=SAMPLES):
+        if not timer.step(samples=SAMPLES):
             break
     if hasattr(batches, "close"):
         batches.close()

@@ -18,7 +18,7 @@ import torch
 
 import lightning_turbo
 from benchmarks.forks import Fork
-from benchmarks.suite import APART, SUITES, BenchError, Meter, Suite, load_suite
+from benchmarks.suite import APART, SUITES, BenchError, CaseTimer, Suite, load_suite
 from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import (
     LATE,
@@ -243,8 +243,8 @@ class SuiteRun:
         settings = self.settings
         self._skip()
         if self.suite.prepare is not None and self.left() and not self.prepared:
-            meter = Meter(None, device=settings.device, seed=settings.seed, quick=settings.quick)
-            self.prepared = dict(self.suite.prepare(meter))
+            timer = CaseTimer(None, device=settings.device, seed=settings.seed, quick=settings.quick)
+            self.prepared = dict(self.suite.prepare(timer))
         first = self._first()
         try:
             for number in range(settings.processes):

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from benchmarks.suite import Aim, Case, Meter, Suite
+from benchmarks.suite import Aim, Case, CaseTimer, Suite
 from benchmarks.work import Endless, image_batches
 
 __all__ = ["SUITE"]
@@ -22,11 +22,11 @@ EVERY = 10  # steps
 SKIPPED = 2 * EVERY + 1  # in which the memory for copies is allocated, and queues of writers settle
 
 
-def saving(meter: Meter, *, io: str = "") -> dict[str, float]:
+def saving(timer: CaseTimer, *, io: str = "") -> dict[str, float]:
     """Train with Adam, and write a checkpoint every ``EVERY`` steps.
 
     Args:
-        meter: Of the case.
+        timer: Of the case.
         io: A checkpoint IO of Lightning or of this package, or none; ``background`` for ours in the background.
 
     Returns:
@@ -47,22 +47,22 @@ def saving(meter: Meter, *, io: str = "") -> dict[str, float]:
             self.away = 0.0
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(meter, name)
+            return getattr(timer, name)
 
         def step(self, samples: int) -> bool:
             began = time.perf_counter()
-            running = meter.step(samples)
+            running = timer.step(samples)
             self.away += time.perf_counter() - began
             return running
 
         def on_train_batch_start(self, *args: Any, **options: Any) -> None:
-            meter.synchronize()
+            timer.synchronize()
             self.begins.append(time.perf_counter() - self.away)
 
-    width, depth = (64, 2) if meter.quick else (1024, 12) if meter.device.type == "cpu" else (4096, 12)
+    width, depth = (64, 2) if timer.quick else (1024, 12) if timer.device.type == "cpu" else (4096, 12)
     layers = [(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
-    net = nn.Sequential(*itertools.chain.from_iterable(layers), nn.Linear(width, 10)).to(meter.device)
-    loader = Endless(image_batches(meter, (width,), 10, 128, count=2))
+    net = nn.Sequential(*itertools.chain.from_iterable(layers), nn.Linear(width, 10)).to(timer.device)
+    loader = Endless(image_batches(timer, (width,), 10, 128, count=2))
     clock, ios = Clock(), {
         "torch": TorchCheckpointIO, "async": AsyncCheckpointIO, "atomic": AtomicCheckpointIO,
         "background": partial(AtomicCheckpointIO, background=True),
@@ -71,7 +71,7 @@ def saving(meter: Meter, *, io: str = "") -> dict[str, float]:
         saves = [ModelCheckpoint(folder, every_n_train_steps=EVERY, filename="last", enable_version_counter=False)]
         options: dict[str, Any] = {"plugins": [ios[io]()], "enable_checkpointing": True} if io else {}
         numbers = train(
-            cast(Meter, clock), Classifier(net, partial(torch.optim.Adam, lr=1e-4)), loader, samples=128,
+            cast(CaseTimer, clock), Classifier(net, partial(torch.optim.Adam, lr=1e-4)), loader, samples=128,
             callbacks=[*(saves if io else []), clock], quiet=False, **{**QUIET, **options},
         )  # fmt: skip
         size = sum(file.stat().st_size for file in Path(folder).glob("*.ckpt"))

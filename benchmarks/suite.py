@@ -1,11 +1,12 @@
-"""Cases, aims and suites: the tables that a benchmark is made of, and the meter that each case is given.
+"""Suites, which are tables of cases and aims, and the ``CaseTimer`` that each case receives.
 
-A case is a function that takes a ``Meter`` (and its ``config`` as keywords), builds what it needs, and does one step
-of work after another until ``meter.step()`` returns ``False``; then it cleans up and returns numbers by name, such as
-its loss. A ``SkippedError`` or ``MissingExtraError`` says that it cannot run here; any other error is reported in its
-row and stops nothing else.
+A case is a function that takes a ``CaseTimer`` and its ``config`` as keyword arguments. It builds what it needs, runs
+one step after another until ``timer.step()`` returns ``False``, cleans up, and returns numbers by name, such as its
+loss. It raises ``SkippedError`` or ``MissingExtraError`` if it cannot run here; any other error is reported in its row,
+and the other cases go on.
 
-The runner imports the modules of suites too, to read the names: optional packages are imported in the functions.
+The runner also imports the modules of the suites, to read the names of their cases. For this reason the functions, not
+the modules, import optional packages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_turbo import measure
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import SkippedError
 
-__all__ = ["APART", "SUITES", "Aim", "BenchError", "Case", "Meter", "SkippedError", "Suite", "load_suite"]
+__all__ = ["APART", "SUITES", "Aim", "BenchError", "Case", "CaseTimer", "SkippedError", "Suite", "load_suite"]
 
 # Name of a suite -> module and variable that hold it, in the order in which `all` runs them.
 SUITES: dict[str, str] = {
@@ -48,13 +49,14 @@ class BenchError(TurboError, ValueError):
     """The benchmarks cannot do what was requested."""
 
 
-class Meter(measure.RoundTimer):
-    """Paces a case, and gives it its seed and size.
+class CaseTimer(measure.RoundTimer):
+    """A ``RoundTimer`` that also holds the seed and the size of a case.
 
     Args:
         ask: As in ``lightning_turbo.measure.RoundTimer``.
-        seed: Of data and weights, the same for all cases; torch's, numpy's and Python's generators are seeded with it.
-        quick: Whether a small model or little data should do.
+        seed: Seed of data and weights, the same for all cases. The generators of torch, NumPy and Python are seeded
+            with it before the case runs.
+        quick: Whether to use a small model and little data.
         options: The other arguments of ``lightning_turbo.measure.RoundTimer``.
     """
 
@@ -129,7 +131,7 @@ class Suite:
         unit: What a step is, in the report.
         environment: Variables of all its processes.
         forked: Whether its processes are forked from one that has imported torch and Lightning, where it has many.
-        prepare: Run once, in the runner, before the cases: facts for the report. It gets a meter for seed and device,
+        prepare: Run once, in the runner, before the cases: facts for the report. It gets a timer for seed and device,
             and calls no ``step``.
 
     Raises:
@@ -153,7 +155,7 @@ class Suite:
     unit: str = "step"
     environment: Mapping[str, str] = field(default_factory=dict)
     forked: bool = False
-    prepare: Callable[[Meter], Mapping[str, Any]] | None = None
+    prepare: Callable[[CaseTimer], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.known = {case.name: case for case in self.cases}

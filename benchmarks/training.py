@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.suite import Meter
+from benchmarks.suite import CaseTimer
 from benchmarks.work import DTYPES, Batch, Losses
 from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule, Precision, Trainer
 
@@ -54,17 +54,17 @@ class Classifier(LightningModule):
 
 
 class _Pace(Callback):
-    """Tells the meter of every training batch, and stops the Trainer when the case is over."""
+    """Tells the timer of every training batch, and stops the Trainer when the case is over."""
 
-    def __init__(self, meter: Meter, samples: int) -> None:
-        self.meter = meter
+    def __init__(self, timer: CaseTimer, samples: int) -> None:
+        self.timer = timer
         self.samples = samples
         self.losses = Losses()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
         self.losses.add(outputs["loss"])
-        if not self.meter.step(self.samples):
+        if not self.timer.step(self.samples):
             trainer.should_stop = True
 
 
@@ -76,7 +76,7 @@ def apex_amp(opt_level: Any, dtype: str | None = None, **options: Any) -> Precis
 
 
 def train(
-    meter: Meter,
+    timer: CaseTimer,
     module: LightningModule,
     loader: Iterable[Any] | LightningDataModule,
     *,
@@ -87,10 +87,10 @@ def train(
     quiet: bool = True,
     **trainer: Any,
 ) -> dict[str, float]:
-    """Fit through a Trainer until the meter says stop.
+    """Fit through a Trainer until the timer says stop.
 
     Args:
-        meter: Of the case.
+        timer: Of the case.
         module: What to train.
         loader: Its training batches, repeated when they end; or a datamodule.
         samples: Samples a batch.
@@ -105,13 +105,13 @@ def train(
     """
     from lightning_turbo import TurboStrategy
 
-    pace = _Pace(meter, samples)
+    pace = _Pace(timer, samples)
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning|pytorch_lightning")
     if amp is not None:
         trainer["plugins"] = [apex_amp(**amp)]
     if turbo is not None:
         trainer["strategy"] = TurboStrategy(**turbo)
-    device = {"accelerator": "gpu" if meter.device.type == "cuda" else "cpu", "devices": 1}
+    device = {"accelerator": "gpu" if timer.device.type == "cuda" else "cpu", "devices": 1}
     options: dict[str, Any] = {**device, "max_epochs": -1, **(QUIET if quiet else {}), **trainer}
     Trainer(**options, callbacks=[*callbacks, pace]).fit(module, loader)
     return {"loss": pace.losses.mean()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from benchmarks.suite import Meter
+from benchmarks.suite import CaseTimer
 
 __all__ = [
     "DTYPES", "Batch", "Endless", "Losses", "conv_net", "image_batches", "plain_loop", "resnet50", "sgd", "toy_net",
@@ -114,23 +114,23 @@ def toy_net() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def image_batches(meter: Meter, shape: tuple[int, ...], classes: int, batch: int, count: int = 4) -> list[Batch]:
-    """Make labelled noise on the meter's device, with a faint pattern for each class that can be learned.
+def image_batches(timer: CaseTimer, shape: tuple[int, ...], classes: int, batch: int, count: int = 4) -> list[Batch]:
+    """Make labelled noise on the timer's device, with a faint pattern for each class that can be learned.
 
     Args:
-        meter: Gives device and seed.
+        timer: Gives device and seed.
         shape: Of one image, channels first.
         classes: Number of labels.
         batch: Samples a batch.
         count: How many batches.
     """
-    generator = torch.Generator().manual_seed(meter.seed)
+    generator = torch.Generator().manual_seed(timer.seed)
     patterns = torch.randn(classes, *shape, generator=generator)
     batches = []
     for _ in range(count):
         labels = torch.randint(classes, (batch,), generator=generator)
         images = torch.randn(batch, *shape, generator=generator) + 0.1 * patterns[labels]
-        batches.append((images.to(meter.device), labels.to(meter.device)))
+        batches.append((images.to(timer.device), labels.to(timer.device)))
     return batches
 
 
@@ -140,7 +140,7 @@ def sgd(parameters: Iterable[Tensor], fused: bool = False, learning_rate: float 
 
 
 def plain_loop(
-    meter: Meter,
+    timer: CaseTimer,
     net: nn.Module,
     batches: Iterable[Batch],
     optimizer: Optimizer,
@@ -149,10 +149,10 @@ def plain_loop(
     backward: Callable[[Tensor], object] = Tensor.backward,
     step: Callable[[], object] | None = None,
 ) -> dict[str, float]:
-    """Train without any library but torch until the meter says stop.
+    """Train without any library but torch until the timer says stop.
 
     Args:
-        meter: Of the case.
+        timer: Of the case.
         net: On its device.
         batches: Images and labels on that device, without end.
         optimizer: Of the network.
@@ -174,6 +174,6 @@ def plain_loop(
         else:
             step()
         losses.add(loss)
-        if not meter.step(samples=len(labels)):
+        if not timer.step(samples=len(labels)):
             break
     return {"loss": losses.mean()}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.suite import SUITES, Meter, SkippedError, load_suite
+from benchmarks.suite import SUITES, CaseTimer, SkippedError, load_suite
 from lightning_turbo.measure import open_channel, serve
 
 
@@ -24,21 +24,21 @@ def main() -> None:
         torch.set_num_threads(task["threads"])
     SUITES[task["suite"]] = task["place"]
     suite = load_suite(task["suite"])
-    meter = Meter(channel.ask, **{name: task[name] for name in ("device", "seed", "quick", "warmup")})
+    timer = CaseTimer(channel.ask, **{name: task[name] for name in ("device", "seed", "quick", "warmup")})
 
     def run() -> Mapping[str, Any]:
         case = suite.known[task["case"]]
         try:
-            numbers = case.run(meter, **case.config)
+            numbers = case.run(timer, **case.config)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] in ("", "benchmarks", "examples", "lightning_turbo"):
                 raise
             raise SkippedError(f"{error.name} not installed") from None
-        if not meter.over:
-            raise RuntimeError(f"{case.name!r} returned before meter.step() said False; let it loop until then.")
+        if not timer.over:
+            raise RuntimeError(f"{case.name!r} returned before timer.step() returned False. Let it run until then.")
         return numbers
 
-    serve(channel, meter, run)
+    serve(channel, timer, run)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import TASKS, TELLING, ProfilingMeter, count_kernels, kernels_of, watched
+from benchmarks.gpu import TASKS, TELLING, ProfilingTimer, count_kernels, kernels_of, watched
 from benchmarks.runner import Settings
-from benchmarks.suite import Meter, SkippedError, load_suite
+from benchmarks.suite import CaseTimer, SkippedError, load_suite
 
 
-def meter_of(steps):
+def timer_of(steps):
     orders = iter(
         [{"order": "round", "lead": 2, "steps": 1, "seconds": 0.0}, {"order": "round", "lead": 1, "steps": steps}]
     )
@@ -21,7 +21,7 @@ def meter_of(steps):
         events.append(event)
         return next(orders, {"order": "end"})
 
-    return Meter(ask, quick=True), events
+    return CaseTimer(ask, quick=True), events
 
 
 def test_kernels_and_the_time_in_which_one_runs():
@@ -41,8 +41,8 @@ def test_annotations_and_what_runs_on_the_host_are_not_kernels():
 
 
 def test_the_steps_that_are_looked_into_come_after_the_timing():
-    meter, events = meter_of(steps=4)
-    watch, steps = ProfilingMeter(meter), 0
+    timer, events = timer_of(steps=4)
+    watch, steps = ProfilingTimer(timer), 0
     weight = torch.ones(3)
     running = True
     while running:
@@ -64,8 +64,8 @@ def test_a_round_by_time_has_the_steps_that_fit():
         events.append(event)
         return next(orders, {"order": "end"})
 
-    meter = Meter(ask)
-    while meter.step():
+    timer = CaseTimer(ask)
+    while timer.step():
         time.sleep(0.02)
     assert 1 <= events[-1]["steps"] <= 5, "at most so many; fewer where sleeping takes longer"
 
@@ -73,20 +73,20 @@ def test_a_round_by_time_has_the_steps_that_fit():
 @pytest.mark.parametrize("task", ["transformer 12 x 768", pytest.param("3D UNet, 4 x 96^3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["PyTorch autocast bf16", "O2, bf16"])
 def test_a_case_trains_in_its_smallest_form(task, name):
-    meter, _ = meter_of(steps=1)
+    timer, _ = timer_of(steps=1)
     case = load_suite("gpu").known[f"{task}: {name}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cudnn, "benchmark", False)  # the case changes it
-        numbers = case.run(meter, **case.config)
+        numbers = case.run(timer, **case.config)
     assert numbers["loss"] > 0
     assert numbers["operators_a_step"] > 10
 
 
 def test_what_needs_a_gpu_says_so():
-    meter, _ = meter_of(steps=1)
+    timer, _ = timer_of(steps=1)
     for config in ({"precision": "16-mixed"}, {"graph": True}, {"amp": {"dtype": "fp16"}}):
         with pytest.raises(SkippedError, match="needs a GPU"):
-            watched(meter, what="plain", task=next(iter(TASKS)), **config)
+            watched(timer, what="plain", task=next(iter(TASKS)), **config)
 
 
 def test_rows_are_in_the_order_of_their_worth():
@@ -122,11 +122,11 @@ SLOW_PARTS = [
     ],
 )
 def test_a_part_runs_in_its_smallest_form(name, monkeypatch):
-    meter, events = meter_of(steps=1)
+    timer, events = timer_of(steps=1)
     case = load_suite("gpu").known[name]
     for package in case.needs:
         pytest.importorskip(package)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    numbers = case.run(meter, **case.config)
+    numbers = case.run(timer, **case.config)
     assert events[-1]["event"] == "round"
     assert not {"twice", "never"} & set(numbers) or numbers["twice"] + numbers["never"] == 0

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from benchmarks.overhead import EPOCH
-from benchmarks.suite import Meter, load_suite
+from benchmarks.suite import CaseTimer, load_suite
 from lightning_turbo.errors import NoEffectWarning
 
 STEPS = 2 * EPOCH + 4
@@ -19,4 +19,4 @@ def test_no_callback_says_that_it_changes_nothing(name):
         warnings.simplefilter("error", NoEffectWarning)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(warnings, "filterwarnings", lambda *args, **options: None)
-            assert case.run(Meter(lambda event: next(orders), warmup=4), **case.config)["loss"] > 0
+            assert case.run(CaseTimer(lambda event: next(orders), warmup=4), **case.config)["loss"] > 0

@@ -9,7 +9,7 @@ from benchmarks.runner import QUICK_SECONDS, Settings, choose_suites, difference
 from benchmarks.suite import SUITES, Aim, BenchError, Case, Suite, load_suite
 
 
-def nothing(meter):
+def nothing(timer):
     return {}
 
 

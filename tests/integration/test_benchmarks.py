@@ -18,12 +18,12 @@ import time
 from benchmarks.suite import Aim, Case, SkippedError, Suite
 from lightning_turbo.errors import MissingExtraError
 
-def prepare(meter):
+def prepare(timer):
     return {"card": "a card"}
 
-def nap(meter, *, times):
+def nap(timer, *, times):
     naps = 0
-    while meter.step(samples=5):
+    while timer.step(samples=5):
         naps += 1
         time.sleep(times * 0.01)
     return {"naps": naps, "loss": float("nan")}
@@ -33,12 +33,12 @@ ERRORS = {
     "raises": OSError("no more"), "imports": ModuleNotFoundError("No module named 'skimage'", name="skimage"),
 }
 
-def fail(meter, *, name):
+def fail(timer, *, name):
     if name == "raises":
-        meter.step()
+        timer.step()
     raise ERRORS[name]
 
-def leave(meter):
+def leave(timer):
     return {}
 
 SUITE = Suite(
@@ -69,7 +69,7 @@ REASONS = {
     "lacks": ("skipped", "pip install 'x[demo]'"),
     "imports": ("skipped", "skimage not installed"),
     "raises": ("failed", "OSError: no more"),
-    "leaves": ("failed", "RuntimeError: 'leaves' returned before meter.step() said False; let it loop until then."),
+    "leaves": ("failed", "RuntimeError: 'leaves' returned before timer.step() returned False. Let it run until then."),
 }
 
 
