@@ -1,6 +1,6 @@
-"""An ordinary Trainer script, and the lines that speed it up: each is marked with a plus.
+"""An ordinary Trainer script with the changes that speed it up. Each changed line ends with ``# +``.
 
-Run it with ``python examples/add_apex_amp.py``; it trains on scikit-learn's digits, which come with the package.
+Run it with ``python examples/add_apex_amp.py``. It trains on the digits dataset that scikit-learn includes.
 """
 
 import torch
@@ -51,7 +51,7 @@ class DigitsData(LightningDataModule):
 
 
 class FastDigitsData(PrefetchDataModule, DigitsData):  # +
-    """The same data, with the next batches prepared in the background."""  # +
+    """The same data, with the next batches loaded in the background."""  # +
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Augmentation of whole batches on the device: segmentation of grey matter in patches of a brain, in 3D.
+"""Augment whole batches on the device: 3D segmentation of gray matter in patches of a brain template.
 
-Run it: ``python examples/augment.py``. It trains a small network on patches of the MNI152 template, which nilearn
-brings along (``pip install '.[demo]'`` in a clone), and prints the loss. With ``--picture FILE`` it draws every
-transform before and after instead.
+Run it with ``python examples/augment.py``. It trains a small network on patches of the MNI152 template, which nilearn
+includes (``pip install '.[demo]'`` in a clone), and prints the loss. With ``--picture FILE``, it draws the result of
+each transform instead.
 """
 
 import argparse
@@ -26,7 +26,7 @@ STEPS = [
 
 
 def brain():
-    """The template and its grey matter, as tensors with a channel."""
+    """Return the template and its gray matter mask as tensors with a channel dimension."""
     from nilearn import datasets
 
     image = datasets.load_mni152_template(resolution=2).get_fdata(dtype="float32")
@@ -35,7 +35,7 @@ def brain():
 
 
 class Patches(Dataset):
-    """Patches of 40 voxels a side, from places that are spread over the brain."""
+    """Patches of 40 x 40 x 40 voxels from random positions in the brain."""
 
     def __init__(self, length=64):
         self.image, self.mask = brain()
@@ -45,12 +45,12 @@ class Patches(Dataset):
         return len(self.corners)
 
     def __getitem__(self, index):
-        place = (slice(None), *(slice(corner, corner + 40) for corner in self.corners[index]))
-        return {"image": self.image[place], "mask": self.mask[place]}
+        window = (slice(None), *(slice(corner, corner + 40) for corner in self.corners[index]))
+        return {"image": self.image[window], "mask": self.mask[window]}
 
 
 class Segmentation(LightningModule):
-    """A small network."""
+    """A small convolutional network."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Segmentation(LightningModule):
 
 
 def train(epochs):
-    """Train, and return the mean loss of the last epoch."""
+    """Train and return the mean loss of the last epoch."""
     loader = DataLoader(augment.IndexedDataset(Patches()), batch_size=8, shuffle=True)
     augmentation = augment.BatchAugmentation(STEPS, seed=0, image="image", mask="mask")
     trainer = Trainer(
@@ -79,7 +79,7 @@ def train(epochs):
     return float(trainer.callback_metrics["loss"])
 
 
-# Each transform at a strength that shows, for samples 0 and 1.
+# Each transform, strong enough to be visible.
 SHOWN = {
     "before": [],
     "RandomAffine": [augment.RandomAffine(25, (0.7, 1.3), shear=10)],
@@ -99,27 +99,27 @@ SHOWN = {
 
 
 def draw(path):
-    """Draw a slice of the first of two samples, and the outline of its mask, after each transform."""
+    """Draw the middle slice of the first of two samples, with the outline of its mask, after each transform."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     image, mask = brain()
-    # The second sample is another slab, so that it shows what is mixed in.
+    # The second sample is shifted, so that the picture shows what MixUp and CutMix add to the first one.
     batch = [torch.stack([part[:, :, 8:108], part[:, :, 8:108].roll(25, 3)]) for part in (image, mask)]
     figure, axes = plt.subplots(2, 7, figsize=(14, 5.6), layout="constrained")
     for axis, (name, steps) in zip(axes.flat, SHOWN.items(), strict=True):
         mixes = name in ("MixUp", "CutMix")
         parts = {"image": batch[0], "label": torch.tensor([0, 1])} | ({} if name == "MixUp" else {"mask": batch[1]})
         names = {"mask": None if name == "MixUp" else "mask", "label": "label" if mixes else None}
-        done = augment.BatchAugmentation(steps, seed=7, image="image", **names)(parts, [0, 1])
-        middle = done["image"].shape[-1] // 2
+        output = augment.BatchAugmentation(steps, seed=7, image="image", **names)(parts, [0, 1])
+        middle = output["image"].shape[-1] // 2
         high = {"NormalizeIntensity": 2.0}.get(name, 1.0)
-        axis.imshow(done["image"][0, 0, :, :, middle].T, cmap="gray", origin="lower", vmin=0, vmax=high)
+        axis.imshow(output["image"][0, 0, :, :, middle].T, cmap="gray", origin="lower", vmin=0, vmax=high)
         if name != "MixUp":
-            axis.contour(done["mask"][0, 0, :, :, middle].T.float(), [0.5], colors="tab:orange", linewidths=0.5)
-        label = f"\nlabel {done['label'][0].tolist()[0]:.2f}, {done['label'][0].tolist()[1]:.2f}" if mixes else ""
+            axis.contour(output["mask"][0, 0, :, :, middle].T.float(), [0.5], colors="tab:orange", linewidths=0.5)
+        label = f"\nlabel {output['label'][0].tolist()[0]:.2f}, {output['label'][0].tolist()[1]:.2f}" if mixes else ""
         axis.set_title(name + label, fontsize=10)
         axis.set_axis_off()
     figure.savefig(path, dpi=64)
@@ -131,7 +131,7 @@ def main():
     parser.add_argument("--picture", metavar="FILE")
     options = parser.parse_args()
     if options.epochs < 1:
-        parser.error(f"got --epochs {options.epochs}; expected an integer of 1 or more")
+        parser.error(f"--epochs: expected an integer of 1 or more, got {options.epochs}")
     if options.picture:
         draw(options.picture)
         print(f"wrote {options.picture}")

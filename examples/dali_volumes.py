@@ -1,8 +1,8 @@
-"""Train on volumes that DALI reads, crops, flips and standardises: a pipeline function of your own.
+"""Load volumes that DALI reads, crops, flips and standardizes, with a custom pipeline function.
 
-Run it: ``python examples/dali_volumes.py``. It writes small volumes as ``.npy`` files, loads two epochs of them, stops
-in the middle of the second, and resumes in a new loader, as a new process would. With a folder of your own, it reads
-the ``.npy`` files in it, of shape (depth, height, width) in C order. It needs DALI.
+Run it with ``python examples/dali_volumes.py``. It writes small volumes as ``.npy`` files, loads an epoch of them, and
+resumes within the next epoch with a new loader, as a new process would. If a folder is given, it reads the ``.npy``
+files in that folder: arrays of shape (depth, height, width) in C order. It requires DALI.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from lightning_turbo import DALILoader
 
 @pipeline_def
 def volumes(files, labels, crop, shard_id, num_shards, device, train=True):
-    """Volumes of shape (1, *crop), standardised one by one, and their labels."""
-    # The file reader returns a label for each file, which DALI's reader of .npy files does not.
+    """Return volumes of shape (1, *crop), each standardized on its own, and their labels."""
+    # fn.readers.file also returns the label of each file, which fn.readers.numpy does not.
     encoded, label = fn.readers.file(
         files=files, labels=labels, random_shuffle=train, shard_id=shard_id, num_shards=num_shards, pad_last_batch=True
     )
@@ -35,7 +35,7 @@ def volumes(files, labels, crop, shard_id, num_shards, device, train=True):
 
 
 def make_loader(files, labels, crop, train=True, **settings):
-    """Return a loader of batches (volumes, labels) of four volumes."""
+    """Return a loader of batches ``(volumes, labels)`` of four volumes each."""
     arguments = {"files": list(map(str, files)), "labels": list(labels), "crop": crop, "train": train}
     return DALILoader(volumes, batch_size=4, arguments=arguments, seed=0, **settings)
 
@@ -45,15 +45,15 @@ def main():
     parser.add_argument("folder", nargs="?", help="folder with .npy files")
     parser.add_argument("--crop", type=int, nargs=3, default=(8, 8, 8), help="depth, height and width of the crops")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(options.folder or made)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.folder or temporary)
         if not options.folder:
             for n in range(10):
                 np.save(folder / f"{n}.npy", np.random.default_rng(n).normal(size=(12, 10, 10)).astype("float32"))
         files = sorted(folder.glob("*.npy"))
         if not files:
-            parser.error(f"got the folder {str(folder)!r}; expected one with .npy files")
-        labels = list(range(len(files)))  # a label of its own for each volume shows which were loaded
+            parser.error(f"expected a folder with .npy files, got {str(folder)!r}")
+        labels = list(range(len(files)))  # a unique label per volume shows which ones were loaded
         loader = make_loader(files, labels, options.crop)
         seen = sorted(torch.cat([batch_labels for _, batch_labels in loader]).tolist())
         print(f"epoch 0: {len(loader)} batches, each volume once: {seen == labels}")

@@ -5,7 +5,7 @@
     python examples/imagenet_dali.py --demo
 
 The folder has the subfolders ``train`` and ``val``, each with one subfolder per class. ``--demo`` trains a ResNet-18 on
-the CPU on scikit-image's photographs of textures, in under a minute.
+the CPU, on photographs of textures from scikit-image, in less than a minute.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lightning_turbo import ApexAMP, AtomicCheckpointIO, DALIDataModule
 
 
 class Classifier(LightningModule):
-    """Train as He et al. and Goyal et al. do: SGD, label smoothing, a warm-up and a cosine schedule."""
+    """A ResNet trained as by He et al. and Goyal et al.: SGD, label smoothing, a warm-up and a cosine schedule."""
 
     def __init__(self, build, classes, learning_rate):
         super().__init__()
@@ -56,7 +56,7 @@ class Classifier(LightningModule):
 
 
 def make_demo(root):
-    """Cut three photographs of scikit-image: the upper part for training, the lower part for validation."""
+    """Write tiles of three scikit-image photographs: the upper part for training, the lower part for validation."""
     from PIL import Image
     from skimage import data
 
@@ -74,14 +74,14 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="folder with train and val, each with one subfolder per class")
     parser.add_argument("--demo", action="store_true", help="use small data and a small network on the CPU")
-    started = {name: int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}  # by torchrun
+    started = {name: int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")}  # of torchrun
     parser.add_argument("--devices", type=int, default=started["LOCAL_WORLD_SIZE"], help="devices per machine")
     parser.add_argument("--nodes", type=int, default=started["GROUP_WORLD_SIZE"], help="number of machines")
     parser.add_argument("--level", default="O1", choices=("O0", "O1", "O2", "O3"), help="precision level of ApexAMP")
     parser.add_argument("--batch-size", type=int, default=None, help="samples per device (default: 256, demo: 16)")
     parser.add_argument("--epochs", type=int, default=None, help="number of epochs (default: 90, demo: 3)")
     parser.add_argument(
-        "--threads", type=int, default=None, help="DALI's threads per device (default: the cores per device)"
+        "--threads", type=int, default=None, help="threads of DALI per device (default: CPU cores per device)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", default=None, help="checkpoint to resume from")
@@ -96,7 +96,7 @@ def parse():
 def main(options, folder):
     seed_everything(options.seed)
     if options.demo:
-        torch.set_num_threads(1)  # small layers gain nothing from more threads, and DALI has its own
+        torch.set_num_threads(1)  # more threads do not help layers this small, and DALI has its own threads
     size = 32 if options.demo else 224
     try:
         data = DALIDataModule(

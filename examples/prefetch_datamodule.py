@@ -1,8 +1,7 @@
-"""Prefetching on real data, on the CPU: the digits of scikit-learn, kept as image files.
+"""Prefetch real data on the CPU: scikit-learn's digits, stored as one file per image.
 
-Run it: ``python examples/prefetch_datamodule.py``. It trains the same small network twice on the same files, once with
-``LightningDataModule`` and once with ``PrefetchDataModule``, shows that the losses are the same, and prints the time
-that loading took from the training.
+Run it with ``python examples/prefetch_datamodule.py``. It trains the same small network on the same files twice, with
+``LightningDataModule`` and with ``PrefetchDataModule``, compares the losses, and prints the time per epoch of both.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from lightning_turbo import PrefetchDataModule
 
 
 class Files(Dataset):
-    """One file an image, on a disk that answers after ``latency`` seconds, as network disks do."""
+    """One file per image. Each read waits for ``latency`` seconds first, as on a network drive."""
 
     def __init__(self, folder: Path, latency: float):
         self.paths = sorted(folder.glob("*.npy"))
@@ -38,7 +37,7 @@ class Files(Dataset):
 
 
 class Digits(LightningDataModule):
-    """A DataModule as there are many."""
+    """An ordinary DataModule."""
 
     def __init__(self, folder: Path, latency: float):
         super().__init__()
@@ -49,7 +48,7 @@ class Digits(LightningDataModule):
 
 
 class FastDigits(PrefetchDataModule, Digits):
-    """The same, with prefetching."""
+    """The same DataModule with prefetching."""
 
 
 class Net(LightningModule):
@@ -70,8 +69,8 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
-class Clock(Callback):
-    """Times the epochs after the first."""
+class EpochTimer(Callback):
+    """Measures the seconds of each training epoch."""
 
     def __init__(self):
         self.seconds = []
@@ -85,24 +84,24 @@ class Clock(Callback):
 
 def train(datamodule, epochs):
     torch.manual_seed(0)
-    net, clock = Net(), Clock()
+    net, timer = Net(), EpochTimer()
     trainer = Trainer(
-        accelerator="cpu", max_epochs=epochs, callbacks=[clock], logger=False, enable_checkpointing=False,
+        accelerator="cpu", max_epochs=epochs, callbacks=[timer], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(net, datamodule=datamodule)
-    return torch.stack(net.losses), min(clock.seconds[1:] or clock.seconds)
+    return torch.stack(net.losses), min(timer.seconds[1:] or timer.seconds)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--images", type=int, default=1797)
-    parser.add_argument("--latency", type=float, default=0.0002, help="seconds that the disk takes for a file")
+    parser.add_argument("--latency", type=float, default=0.0002, help="seconds of waiting before each read")
     options = parser.parse_args()
     if options.epochs < 1 or not 1 <= options.images <= 1797 or options.latency < 0:
         given = ", ".join(f"--{name} {value}" for name, value in vars(options).items())
-        parser.error(f"got {given}; expected --epochs from 1, --images from 1 to 1797, --latency from 0 seconds")
+        parser.error(f"expected --epochs of 1 or more, --images from 1 to 1797 and --latency of 0 or more, got {given}")
     warnings.filterwarnings("ignore", ".*does not have many workers")
     digits = load_digits()
     with tempfile.TemporaryDirectory() as name:
@@ -113,9 +112,9 @@ def main():
             np.save(folder / f"{number:04d}.npy", (image / 16).astype(np.float32))
         plain_losses, plain = train(Digits(folder, options.latency), options.epochs)
         fast_losses, fast = train(FastDigits(folder, options.latency), options.epochs)
-    print(f"LightningDataModule: {plain:.2f} s an epoch, last loss {plain_losses[-1]:.4f}")
-    print(f"PrefetchDataModule:  {fast:.2f} s an epoch, last loss {fast_losses[-1]:.4f}")
-    print(f"the losses are {'the same, bit for bit' if torch.equal(plain_losses, fast_losses) else 'NOT the same'}")
+    print(f"LightningDataModule: {plain:.2f} s per epoch, last loss {plain_losses[-1]:.4f}")
+    print(f"PrefetchDataModule:  {fast:.2f} s per epoch, last loss {fast_losses[-1]:.4f}")
+    print(f"the losses are {'bitwise identical' if torch.equal(plain_losses, fast_losses) else 'NOT identical'}")
     print(f"prefetching made an epoch {plain / fast:.2f} times as fast")
 
 

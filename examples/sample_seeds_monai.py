@@ -1,8 +1,8 @@
 """The same augmentation with any number of worker processes and after a restart: MONAI transforms on small volumes.
 
-Run it: ``python examples/sample_seeds_monai.py``. It loads two epochs of the same volumes with 0, 1 and 2 worker
-processes, and a second epoch alone as a run does that was stopped and started again, each time without and with seeds
-that belong to the samples, and says which of them gave the same volumes. It needs MONAI.
+Run it with ``python examples/sample_seeds_monai.py``. It loads two epochs of the same volumes with 0, 1 and 2 worker
+processes, and the second epoch alone, as a restarted run does. It repeats this with a seed for each sample, and prints
+which of the runs gave the same volumes. It requires MONAI.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SEED = 42
 
 
 def volumes(number):
-    """Random volumes, and transforms that draw for each of them."""
+    """Return random volumes with random transforms."""
     generator = np.random.default_rng(0)
     items = [{"image": generator.normal(size=(1, 12, 12, 12)).astype("float32")} for _ in range(number)]
     steps = [
@@ -30,10 +30,10 @@ def volumes(number):
 
 
 def load(number, num_workers, seeded, epochs):
-    """Load the epochs in a new loader, as a new process would, and return the last one."""
+    """Load the epochs with a new loader, as a new process would, and return the volumes of the last one."""
     torch.manual_seed(SEED)
     data = volumes(number)
-    # The order too follows from the seed and the epoch; set_epoch tells the epoch to sampler and transforms alike.
+    # The order also depends on the seed and the epoch. set_epoch sets the epoch of the sampler and of the transforms.
     loader = DataLoader(data, batch_size=4, sampler=SeededSampler(data, SEED), num_workers=num_workers)
     loader = seed_samples(loader, SEED) if seeded else loader
     images = torch.empty(0)
@@ -52,14 +52,14 @@ def main():
     cases = {
         "1 worker process": (1, (0, 1)),
         "2 worker processes": (2, (0, 1)),
-        "stopped after the first epoch and started again": (0, (1,)),
+        "restarted after the first epoch": (0, (1,)),
     }
     for seeded in (False, True):
-        print(f"epoch 1 {'with' if seeded else 'without'} seed_samples, beside no worker process:")
+        print(f"epoch 1 {'with' if seeded else 'without'} seed_samples, compared with no worker processes:")
         first = load(options.volumes, 0, seeded, (0, 1))
         for name, (num_workers, epochs) in cases.items():
             same = torch.equal(first, load(options.volumes, num_workers, seeded, epochs))
-            print(f"  {name}: {'the same volumes, bit for bit' if same else 'other volumes'}")
+            print(f"  {name}: {'bitwise identical volumes' if same else 'other volumes'}")
 
 
 if __name__ == "__main__":

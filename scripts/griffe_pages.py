@@ -1,4 +1,4 @@
-"""What griffe, which reads the sources for the API pages, is told beyond its defaults."""
+"""An extension of griffe, which reads the sources for the API pages."""
 
 import re
 
@@ -6,19 +6,19 @@ import griffe
 
 
 class Pages(griffe.Extension):
-    """Renames a section of docstrings, and shows values in place of names of constants."""
+    """Renames a docstring section, and replaces names of constants by their values."""
 
     def on_object(self, *, obj, **_):
-        """Let griffe know the section ``Example:``, which it calls ``Examples:``."""
+        """Rename the section ``Example:`` to ``Examples:``, which griffe recognizes."""
         if obj.docstring:
             obj.docstring.value = re.sub(r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
 
     def on_package(self, *, pkg, **_):
-        """Replace defaults by their values once every module that may hold a constant is read."""
+        """Replace constants in defaults by their values, after all modules are read."""
         for function in _functions(pkg):
             for parameter in function.parameters:
                 if isinstance(parameter.default, griffe.ExprName) and parameter.default.name.isupper():
-                    # A constant may be imported from another module of the package.
+                    # The constant may be imported from another module of the package.
                     constant = pkg.modules_collection[parameter.default.canonical_path]
                     parameter.default = constant.final_target.value if constant.is_alias else constant.value
 

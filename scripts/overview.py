@@ -1,8 +1,8 @@
-"""Writes what is generated: the table of techniques from the cards, pages of public names, texts for assistants.
+"""Write the generated pages: the table of techniques, the API pages, the navigation, and llms.txt.
 
 python scripts/overview.py            write the pages
-python scripts/overview.py --check    only tell, by the exit status, whether they are up to date
-python scripts/overview.py --full     write llms-full.txt for the site and the skill; not in git
+python scripts/overview.py --check    only check whether they are up to date; the exit status is 1 if not
+python scripts/overview.py --full     write llms-full.txt, which is not in git, for the site and the skill
 """
 
 import importlib
@@ -24,40 +24,41 @@ GUIDES = (
     "quick-start", "prefetching", "resume", "levels", "migration", "coming-from", "peers", "segmentation-monai",
     "scale-out", "from-plain-pytorch", "dali-sharding-and-resume", "apex-levels", "imagenet-apex-dali",
 )  # fmt: skip
-# What pages of results are about -> the names they begin with, in the order of the navigation.
+# Topic of benchmark pages -> first words of their file names, in the order of the navigation.
 TOPICS = {
     "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "starts", "patches", "patches-read", "lengths"),
     "Augmentation": ("augment", "transforms", "sample-seeds"),
     "Computing": ("precision", "networks", "compiled", "overhead", "lightning-versions", "groups", "memory", "saves"),
     "Whole runs": ("public", "promises", "tune", "ablation", "segmentation3d", "resume", "stops", "peers"),
 }
-# Modules whose functions pages name with them -> where they are.
+# Modules that pages write in front of a function -> their location in the package.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
 KEYS = ("name", "class", "function", "maths_unchanged", "needs")
 
 
 def front_matter(path):
-    """The fields between the two lines of dashes that open a card, spaces in their names made underscores."""
+    """Return the front matter of a card as a dict, with underscores for spaces and dashes in the keys."""
     head, _, rest = path.read_text().partition("\n")
     block, closing, _ = rest.partition("\n---\n")
     if head != "---" or not closing:
-        raise ValueError(f"{path}: a card opens with front matter between two lines of three dashes.")
+        raise ValueError(f"{path}: expected front matter between two lines of three dashes at the start of the card.")
     fields = yaml.safe_load(block)
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: the front matter holds no fields.")
+        raise ValueError(f"{path}: expected fields in the front matter, got none.")
     fields = {str(key).replace(" ", "_").replace("-", "_"): value for key, value in fields.items()}
     missing = [key for key in KEYS if key not in fields]
     if missing:
-        raise ValueError(f"{path}: the front matter lacks {', '.join(missing)}.")
+        raise ValueError(f"{path}: expected {', '.join(missing)} in the front matter. Add the missing fields.")
     return fields
 
 
 def cards():
+    """Return the paths of all cards."""
     return sorted(path for path in CARDS.glob("*.md") if path.name != "README.md")
 
 
 def table(page):
-    """The table as ``page`` shows it, with links that start from there."""
+    """Return the table of techniques, with links relative to ``page``."""
     lines = ["| Technique | In the Trainer | In any loop | Maths unchanged |", "|---|---|---|---|"]
     for path in cards():
         fields = front_matter(path)
@@ -83,7 +84,7 @@ def _words(value):
 
 
 def public_names():
-    """The table of the package: what the documentation calls them -> names."""
+    """Return the public names of the package by kind."""
     sys.path.insert(0, str(ROOT))
     import lightning_turbo
 
@@ -91,7 +92,7 @@ def public_names():
 
 
 def reference(page):
-    """A list for each kind of public names, with the first sentence of each docstring."""
+    """Return a list for each kind of public names, with the first paragraph of each docstring."""
     import lightning_turbo
 
     lines = []
@@ -104,12 +105,12 @@ def reference(page):
 
 
 def first_paragraph(named):
-    """What a docstring begins with, on one line."""
+    """Return the first paragraph of a docstring on one line."""
     return " ".join(inspect.getdoc(named).partition("\n\n")[0].split()).replace("``", "`")
 
 
 def transforms(page):
-    """The table of the transforms of batches, with their defaults."""
+    """Return the table of batch transforms, with their defaults."""
     from lightning_turbo import augment
 
     lines = ["| Transform | What it does |", "|---|---|"]
@@ -121,7 +122,7 @@ def transforms(page):
 
 
 def navigation(page):
-    """The pages of results and of the API in the navigation of the site."""
+    """Return the benchmark pages and the API pages in the navigation of the site."""
     pages = [path for path in (ROOT / "docs" / "benchmarks").glob("*.md") if path.name != "README.md"]
     lines = ["  { Benchmarks = [", '    "benchmarks/README.md",']
     for topic, names in TOPICS.items():
@@ -135,7 +136,7 @@ def navigation(page):
         ]
     if lacking := {_begin(path) for path in pages} - {name for names in TOPICS.values() for name in names}:
         raise ValueError(
-            f"expected a topic for each page of results, got none for {sorted(lacking)}. Add it to TOPICS."
+            f"expected a topic for each benchmark page, got none for {sorted(lacking)}. Add them to TOPICS."
         )
     lines += ["  ] },", "  { API = [", '    "api/README.md",']
     for kind, names in public_names().items():
@@ -148,7 +149,7 @@ def _begin(path):
 
 
 def advice(page):
-    """A line for each card: its name, its file, when it helps and when not."""
+    """Return a line for each card: its name, its file, and when to use it."""
     lines = []
     for path in cards():
         text = " ".join(path.read_text().split())
@@ -158,24 +159,25 @@ def advice(page):
 
 
 def without_links(text):
-    """The text with the words of its links, but those to other sites, and without pictures."""
+    """Return the text without images, with links to pages of this site replaced by their text."""
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 def symptoms():
+    """Return the paths of all symptom pages."""
     return sorted((ROOT / "docs" / "symptoms").glob("*.md"))
 
 
 def summary():
-    """What llms.txt begins with: the first sentences of the README, and how each technique is used."""
+    """Return the start of llms.txt: the first paragraph of the README, and how to use each technique."""
     first = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
     how = SKILL.read_text().partition("## How to use it\n")[2].partition("\n## ")[0]
     return f"# lightning-turbo\n\n> {first}\n\n{how.strip()}\n"
 
 
 def index_for_assistants():
-    """llms.txt: the pages, with a sentence each; paths start in docs/."""
+    """Return llms.txt: each page with one sentence. Paths are relative to docs/."""
     parts = [summary(), "Everything in one file: [llms-full.txt](llms-full.txt).\n", "## Techniques\n"]
     for path in cards():
         paragraph = re.search(r"\*\*What it does\.\*\* (.*?)(?:\n\n|$)", path.read_text(), re.DOTALL)[1]
@@ -190,7 +192,7 @@ def index_for_assistants():
 
 
 def everything_for_assistants():
-    """llms-full.txt: cards, symptoms and guides one after another, and the arguments of every public name."""
+    """Return llms-full.txt: all cards, symptoms and guides, and the arguments of all public names."""
     texts = {path: updated(path) if path in PARTS else path.read_text() for path in cards()}
     parts = [summary()]
     for path in cards():
@@ -205,7 +207,7 @@ def everything_for_assistants():
 
 
 def signatures():
-    """The arguments of each public name that can be called, with their defaults; then those of the modules below."""
+    """Return the arguments of each callable public name, then of each name in ``MODULES``, with their defaults."""
     import lightning_turbo
 
     named = {name: getattr(lightning_turbo, name) for names in public_names().values() for name in names}
@@ -219,13 +221,13 @@ def signatures():
 
 
 def arguments(function):
-    """The arguments of a function or class as it is called: defaults, functions among them by name, and no types."""
+    """Return the signature of a function or class without annotations. Defaults that are functions appear by name."""
     given = inspect.signature(function).parameters.values()
     bare = inspect.Signature([argument.replace(annotation=inspect.Parameter.empty) for argument in given])
     return re.sub(r"<(?:built-in )?function (\w+).*?>", r"\1", str(bare))
 
 
-# Page -> the word in the markers around its generated part, and what makes that part.
+# Page -> the name in the markers around its generated part, and the function that returns that part.
 PARTS = {
     CARDS / "README.md": ("techniques", table),
     API: ("public names", reference),
@@ -236,7 +238,7 @@ PARTS = {
 
 
 def generated():
-    """Each generated file -> its text."""
+    """Return the text of each generated file by its path."""
     pages = {
         API.parent / f"{name}.md": f"::: lightning_turbo.{name}\n"
         for names in public_names().values()
@@ -247,7 +249,7 @@ def generated():
 
 
 def updated(page):
-    """The text of ``page`` with its generated part in its place."""
+    """Return the text of ``page`` with an updated generated part."""
     word, make = PARTS[page]
     begin, end = f"<!-- {word}: made by scripts/overview.py -->", f"<!-- end of {word} -->"
     if page.suffix == ".toml":
@@ -260,6 +262,7 @@ def updated(page):
 
 
 def main(argv):
+    """Run the command and return its exit status."""
     if "--full" in argv:
         for page in FULL:
             page.write_text(everything_for_assistants())

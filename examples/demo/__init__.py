@@ -1,1 +1,1 @@
-"""Levels on digits, then what ``lightning-turbo tune`` finds for volumes: ``python -m examples.demo``."""
+"""The demo, which compares this package with stock Lightning and torch: ``python -m examples.demo``."""

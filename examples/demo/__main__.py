@@ -1,4 +1,4 @@
-"""What is sure on any machine, in two minutes: patches of scans, two stops, an apex loop, boxes from workers."""
+"""Four comparisons in two minutes: patches of scans, a run stopped twice, an apex loop, boxes from worker processes."""
 
 from __future__ import annotations
 
@@ -18,42 +18,43 @@ from tqdm import tqdm
 from examples.demo import boxes, levels, patches, stops, volumes
 from examples.demo.data import load_mni
 
-FLOOR = 0.95  # validation accuracy that every level has to reach on digits
+MIN_ACCURACY = 0.95  # on the validation set of digits, for each level
 LEVELS = ("O0", "O1", "O2", "O3")
-TRIED = "prefetch,workers-1,workers-2,lean,O1,O2"  # what two minutes are enough for; tune itself knows more
+TECHNIQUES = "prefetch,workers-1,workers-2,lean,O1,O2"  # of those that tune knows; two minutes are enough for these
 
 
 def save(results: dict[str, Any], out: Path) -> None:
-    """Write what is complete, so that Ctrl-C loses one part at most."""
+    """Write the results so far, so that Ctrl-C loses at most one part."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(results, indent=1))
 
 
-def say(results: dict[str, Any]) -> list[str]:
-    """Return what was found, a line a part."""
+def summarize(results: dict[str, Any]) -> list[str]:
+    """Return one sentence for each part of the results."""
     found, stopped, box = results["patches"], results["stops"], results["boxes"]
     rates, times = found["patches_per_second"], box["milliseconds_a_batch"]
     reached = ", ".join(f"{level} {row['accuracy']:.1%}" for level, row in results["levels"].items())
     return [
         (
-            f"Patches of scans: {rates['ours']:,.0f} a second, {rates['plain']:,.1f} from a dataset that reads each "
-            f"scan ({found['factor']:,.0f} times as many; packed once in {found['packing_seconds']:.1f} s)."
+            f"Patches of scans per second: {rates['ours']:,.0f} with PatchDataset, {rates['plain']:,.1f} with a "
+            f"dataset that reads whole scans ({found['factor']:,.0f} times as many). "
+            f"Packing took {found['packing_seconds']:.1f} s."
         ),
         (
-            f"A run that is stopped twice and goes on with other worker processes: of {stopped['samples']} samples "
-            f"{stopped['ours']['twice']} are seen twice and {stopped['ours']['never']} never; with stock Lightning "
+            f"A run that is stopped twice and resumes with another number of workers: of {stopped['samples']} samples, "
+            f"{stopped['ours']['twice']} are seen twice and {stopped['ours']['never']} never; with stock Lightning, "
             f"{stopped['stock']['twice']} and {stopped['stock']['never']}."
         ),
-        f"An apex loop with one import changed, accuracy on digits: {reached}.",
+        f"An apex loop with one import changed: accuracy on digits {reached}.",
         (
-            f"Batches of boxes from two worker processes: {times['ours']:.1f} ms, {times['plain']:.1f} ms by "
-            f"DataLoader ({box['factor']:.1f} times as fast)."
+            f"Batches of boxes from two worker processes: {times['ours']:.1f} ms with PrefetchLoader, "
+            f"{times['plain']:.1f} ms with DataLoader ({box['factor']:.1f} times as fast)."
         ),
     ]
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw one message a panel: ours beside what it is compared with."""
+    """Draw one comparison per panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -91,33 +92,33 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def tune(minutes: float, out: Path, device: str) -> None:
-    """Let ``tune`` look for what helps a script that trains on compressed volumes."""
+    """Run ``tune`` on a script that trains on compressed volumes."""
     files = volumes.write_volumes(load_mni().train, out / "volumes")
-    print(f"tune, on a script that trains on {len(files)} compressed volumes, for {minutes:g} minutes:", flush=True)
-    command = ["tune", "--minutes", f"{minutes:g}", "--only", TRIED, "--out", str(out / "tune")]
+    print(f"tune, for {minutes:g} minutes, on a script that trains on {len(files)} compressed volumes:", flush=True)
+    command = ["tune", "--minutes", f"{minutes:g}", "--only", TECHNIQUES, "--out", str(out / "tune")]
     script = [volumes.__file__, str(out / "volumes"), device]
     subprocess.run([sys.executable, "-m", "lightning_turbo", *command, *script], check=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts; return 1 if a level stays below the accuracy that it has to reach."""
+    """Run the parts and return the exit status: 1 if the accuracy of a level is below ``MIN_ACCURACY``."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument("--levels", type=lambda text: text.split(","), default=list(LEVELS))
-    parser.add_argument("--epochs", type=int, default=10, help="on digits; every level reaches its accuracy in 10")
-    parser.add_argument("--seconds", type=float, default=10.0, help="to measure patches, and boxes")
-    parser.add_argument("--minutes", type=float, default=0.0, help="for tune on volumes; default: not run")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs on digits (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds each for patches and boxes (default: 10)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="minutes to run tune on volumes (default: 0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     options = parser.parse_args(argv)
     if unknown := set(options.levels) - set(LEVELS):
         parser.error(f"--levels: expected some of O0,O1,O2,O3 (letter O, not zero), got {','.join(sorted(unknown))}")
-    torch.set_num_threads(1)  # more would wait for each other on layers this small
+    torch.set_num_threads(1)  # the layers are too small for more threads
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.. is deprecated.*")  # Lightning's own
     began, out = time.perf_counter(), options.out
     results: dict[str, Any] = {}
-    warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # the stock run, on purpose
+    warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # expected of the stock run
     with tqdm(total=6 + len(options.levels), bar_format="{l_bar}{bar}| {elapsed} {postfix}") as bar:
 
         def step(name: str) -> None:
@@ -133,14 +134,14 @@ def main(argv: list[str] | None = None) -> int:
         results["boxes"] = boxes.measure(options.seconds, step)
         save(results, out)
         step("")
-    print(*say(results), sep="\n", flush=True)
+    print(*summarize(results), sep="\n", flush=True)
     draw(results, out / "demo.png")
     print(f"wrote {out / 'demo.png'} and {out / 'results.json'} ({time.perf_counter() - began:.0f} s)", flush=True)
     if options.minutes:
         tune(options.minutes, out, options.device)
-    low = {level: row["accuracy"] for level, row in results["levels"].items() if row["accuracy"] < FLOOR}
+    low = {level: row["accuracy"] for level, row in results["levels"].items() if row["accuracy"] < MIN_ACCURACY}
     for level, accuracy in low.items():
-        print(f"{level}: expected an accuracy of {FLOOR}, got {accuracy:.3f}")
+        print(f"{level}: expected an accuracy of {MIN_ACCURACY}, got {accuracy:.3f}")
     return 1 if low else 0
 
 

@@ -1,4 +1,4 @@
-"""Many small tensors a sample from two worker processes, as in detection: ``DataLoader`` and ``PrefetchLoader``."""
+"""Samples of many small tensors, as in detection, from two worker processes: ``DataLoader`` and ``PrefetchLoader``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH = 16
 
 
 class Boxes(Dataset[dict[str, Any]]):
-    """An image and six small tensors a sample."""
+    """Samples of an image and six small tensors."""
 
     def __len__(self) -> int:
         return 40 * BATCH
@@ -33,22 +33,27 @@ class Boxes(Dataset[dict[str, Any]]):
         }
 
 
-def as_they_are(samples: list[Any]) -> list[Any]:
-    """Collate as detection does: a list of samples."""
+def collate_list(samples: list[Any]) -> list[Any]:
+    """Collate samples as in detection, where a batch is a list of samples."""
     return samples
 
 
 def measure(seconds: float, step: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the milliseconds a batch of both, epoch by epoch in turns."""
+    """Return the milliseconds per batch of both loaders, measured in alternating epochs.
+
+    Args:
+        seconds: About how long to measure.
+        step: Called with the name of each step before it starts.
+    """
     step("boxes from worker processes")
     made = {"plain": DataLoader, "ours": PrefetchLoader}
-    loaders = {name: kind(Boxes(), BATCH, num_workers=2, collate_fn=as_they_are) for name, kind in made.items()}
+    loaders = {name: kind(Boxes(), BATCH, num_workers=2, collate_fn=collate_list) for name, kind in made.items()}
     spent, counts = dict.fromkeys(loaders, 0.0), dict.fromkeys(loaders, 0)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or not all(counts.values()):
         for name, loader in loaders.items():
             batches = iter(loader)
-            next(batches)  # the processes have started
+            next(batches)  # the worker processes have started
             began = time.perf_counter()
             for _ in batches:
                 counts[name] += 1

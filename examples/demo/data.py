@@ -1,4 +1,4 @@
-"""Data of the demo, from installed Python packages: nothing is downloaded."""
+"""Datasets of the demo. They are part of installed packages, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 PATCH = 28  # voxels per side, as in MedMNIST3D
-STRIDE = 7  # voxels between neighbouring patches
-CUT = 105  # coronal plane, in voxels from the back: validation is behind it, training in front of it
-GAP = 4  # voxels on each side of the cut that neither part uses
+STRIDE = 7  # voxels between neighboring patches
+CUT = 105  # coronal plane between validation (behind it) and training (in front of it), in voxels from the back
+GAP = 4  # unused voxels on each side of the cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoData:
-    """Classification task: two data sets of ``(image, label)`` and their properties."""
+    """A classification task: two datasets of ``(image, label)`` and their properties."""
 
     train: Any  # images are float32 of (channels, *size), labels are integers
     val: Any
@@ -30,13 +30,13 @@ class DemoData:
 
 
 def load_digits(seed: int) -> DemoData:
-    """Load scikit-learn's handwritten digits: 1797 images of 8 x 8, 10 classes, a quarter for validation.
+    """Load scikit-learn's handwritten digits: 1797 images of 8 x 8, 10 classes, one quarter for validation.
 
     Args:
         seed: Seed of the split, which is stratified by class.
 
     Returns:
-        The task. Images are standardised with the mean and standard deviation of the training part.
+        The task. Images are standardized with the mean and standard deviation of the training part.
     """
     from sklearn import datasets, model_selection
 
@@ -55,7 +55,7 @@ def load_digits(seed: int) -> DemoData:
 
 
 class VolumePatches(Dataset[tuple[Tensor, Tensor]]):
-    """Cubes of a volume ``(x, y, z)``, as views: ``corners`` of ``(patches, 3)`` are the lowest voxels of each."""
+    """Cubes of a volume ``(x, y, z)``, as views. ``corners``, of shape ``(patches, 3)``, are the lowest voxels."""
 
     def __init__(self, volume: Tensor, corners: npt.NDArray[np.int64], labels: Tensor, size: int = PATCH) -> None:
         self.volume = volume
@@ -73,32 +73,32 @@ class VolumePatches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load_mni() -> DemoData:
-    """Load cubes of nilearn's MNI152 brain template, labelled by whether they have more white matter than grey.
+    """Load cubes of nilearn's MNI152 brain template, labeled by whether they have more white matter than gray matter.
 
     The images are cubes of 28 voxels per side (1 mm each) of the T1-weighted template. The labels come from the
-    template's maps of grey and white matter. Cubes with less than half brain are excluded. The template is
-    mirror-symmetric, so that one hemisphere is excluded. Training cubes lie in front of a coronal plane, validation
+    template's maps of gray and white matter. Cubes of which less than half is brain are excluded. The template is
+    symmetric, so one hemisphere is excluded. Training cubes lie in front of a coronal plane, validation
     cubes behind it; cubes that touch the plane or the gap around it are excluded.
 
-    The volume is standardised with the mean and standard deviation of the training part's brain. The template is one
-    averaged brain: the task shows a pipeline in 3D and its speed, not that a network generalises to people.
+    The volume is standardized with the mean and standard deviation of the training part's brain. The template is one
+    averaged brain: the task shows a 3D pipeline and its speed, not that a network generalizes to people.
     """
     from nilearn import datasets
 
     volume = datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32)
-    grey = datasets.load_mni152_gm_template(resolution=1).get_fdata(dtype=np.float32)
+    gray = datasets.load_mni152_gm_template(resolution=1).get_fdata(dtype=np.float32)
     white = datasets.load_mni152_wm_template(resolution=1).get_fdata(dtype=np.float32)
 
     first = volume.shape[0] // 2 + 1  # first voxel after the plane of symmetry
     # Means over all cubes, whose corners are STRIDE voxels apart.
-    grey_share, white_share = (_cube_means(part[first:]) for part in (grey, white))
-    corners = STRIDE * np.stack(np.indices(grey_share.shape), axis=-1) + (first, 0, 0)
-    brain = grey_share + white_share > 0.5
-    corners, labels = corners[brain], (white_share > grey_share)[brain].astype(np.int64)
+    gray_fraction, white_fraction = (_cube_means(part[first:]) for part in (gray, white))
+    corners = STRIDE * np.stack(np.indices(gray_fraction.shape), axis=-1) + (first, 0, 0)
+    brain = gray_fraction + white_fraction > 0.5
+    corners, labels = corners[brain], (white_fraction > gray_fraction)[brain].astype(np.int64)
 
     front = corners[:, 1] >= CUT + GAP
     back = corners[:, 1] + PATCH <= CUT - GAP
-    tissue = volume[first:, CUT + GAP :][(grey + white)[first:, CUT + GAP :] > 0.5]
+    tissue = volume[first:, CUT + GAP :][(gray + white)[first:, CUT + GAP :] > 0.5]
     standard = torch.from_numpy((volume - tissue.mean()) / tissue.std())
     train, val = (VolumePatches(standard, corners[part], torch.from_numpy(labels[part])) for part in (front, back))
     return DemoData(train=train, val=val, dims=3, classes=2, batch_size=16)

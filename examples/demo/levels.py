@@ -1,4 +1,4 @@
-"""A plain loop of apex's with one import changed, on digits, at each level."""
+"""A training loop written for apex, with one import changed, on digits at each level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_turbo import amp  # was: from apex import amp
 
 
 def train(level: str, epochs: int, device: str) -> dict[str, Any]:
-    """Train digits as scripts of apex do, and return the validation accuracy and the losses."""
+    """Train on digits as scripts for apex do, and return the validation accuracy and the losses."""
     data = load_digits(seed=0)
     torch.manual_seed(0)
     model = DemoNet(dims=data.dims, classes=data.classes).to(device)
@@ -33,13 +33,13 @@ def train(level: str, epochs: int, device: str) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         images, labels = data.val.tensors
-        right = model(images.to(device)).argmax(1).cpu() == labels
+        correct = model(images.to(device)).argmax(1).cpu() == labels
     amp.shutdown()
-    return {"accuracy": right.float().mean().item(), "losses": losses}
+    return {"accuracy": correct.float().mean().item(), "losses": losses}
 
 
 def measure(levels: Sequence[str], epochs: int, device: str, step: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the results of each level."""
+    """Return the results of each level. ``step`` is called with the name of each step before it starts."""
     rows = {}
     for level in levels:
         step(f"an apex loop at {level}")

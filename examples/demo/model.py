@@ -1,4 +1,4 @@
-"""Network of the demo: an ordinary LightningModule, written for float32."""
+"""The network of the demo: an ordinary LightningModule written for float32."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.optim.lr_scheduler import LambdaLR
 class DemoNet(LightningModule):
     """Three convolutions with batch norm, global average pooling, one linear layer.
 
-    The module has no code for precision: all levels train it with the same hyper-parameters. The learning rate rises in
-    the first tenth of the steps and then falls along a cosine. The steps of SGD are larger than the spacing of bfloat16
-    values, so that weights without float32 masters learn too.
+    No code depends on the precision: all levels train with the same hyperparameters. The learning rate rises in the
+    first tenth of the steps and then follows a cosine. The updates of SGD are larger than the spacing of bfloat16
+    values, so the network also trains without float32 master weights.
 
     Args:
-        dims: Spatial dimensions of the input, 2 or 3. Volumes are halved in size by each convolution.
+        dims: Spatial dimensions of the input, 2 or 3. Each convolution halves the size of volumes.
         classes: Number of classes, 2 or more.
-        width: Channels of the first convolution. The second has twice, the third four times as many.
+        width: Channels of the first convolution. The second one has twice as many, the third one four times as many.
         learning_rate: Highest learning rate of the schedule.
     """
 

@@ -1,4 +1,4 @@
-"""Patches a second from scans: a dataset that reads each scan, beside ``PatchDataset`` over the packed folder."""
+"""Patches per second from scans: a dataset that reads whole scans, and ``PatchDataset`` on the packed folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCANS = 6
 
 
 class WholeScans(Dataset[Tensor]):
-    """A random patch of each scan, of which the whole file is read, as a dataset over files does it."""
+    """A random patch of each scan. The whole file is read, as a dataset of files usually does."""
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob("*.nii.gz"))
@@ -37,7 +37,7 @@ class WholeScans(Dataset[Tensor]):
 
 
 def write_scans(folder: Path, count: int = SCANS) -> None:
-    """Write scans of different sizes, cut out of nilearn's brain template, as a scanner stores them."""
+    """Write scans of different sizes, cropped from nilearn's brain template, in the format of a scanner."""
     from nilearn import datasets
 
     whole = datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32)
@@ -49,12 +49,12 @@ def write_scans(folder: Path, count: int = SCANS) -> None:
 
 
 def measure(out: Path, seconds: float, step: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the patches a second of both, which take turns, and how long packing took.
+    """Return the patches per second of both datasets, measured alternately, and the seconds that packing took.
 
     Args:
         out: Folder for the scans and the packed file.
         seconds: About how long to measure.
-        step: Called with the name of what is done, before it is.
+        step: Called with the name of each step before it starts.
     """
     step("patches: writing scans")
     write_scans(out / "scans")

@@ -1,4 +1,4 @@
-"""A run that is stopped twice within an epoch and goes on with other worker processes: samples seen twice and never."""
+"""A run stopped twice within an epoch and resumed with another number of workers: samples seen twice or never."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 from lightning_turbo import ExactResume, Prefetch
 
 SAMPLES = 64
-LIVES = ((0, 5), (2, 10), (1, None))  # worker processes, and after how many steps in all the run is stopped
+PARTS = ((0, 5), (2, 10), (1, None))  # worker processes, and the global step at which the run is stopped
 
 
 class Net(LightningModule):
-    """Notes the samples that it is given."""
+    """Records the samples of its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Net(LightningModule):
         self.seen: list[int] = []
 
     def training_step(self, batch, index):
-        """Train on numbers, which are the samples."""
+        """Train on the numbers of the samples."""
         self.seen += batch.tolist()
         return self.layer(batch[:, None].float()).mean()
 
@@ -36,23 +36,23 @@ class Net(LightningModule):
 
 
 class _Save(Callback):
-    """Saves after the last step of a life."""
+    """Saves a checkpoint at the global step at which the run is stopped."""
 
     def __init__(self, steps: int | None, path: Path) -> None:
         self.steps = steps
         self.path = path
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        """Save after the last step."""
+        """Save a checkpoint at that step."""
         if trainer.global_step == self.steps:
             trainer.save_checkpoint(self.path)
 
 
 def run(out: Path, ours: bool, accelerator: str = "cpu") -> dict[str, int]:
-    """Train one epoch in three lives, and return how many samples were seen twice or more, and never."""
+    """Train one epoch in three parts, and return how many samples were seen more than once, and how many never."""
     seen: Counter[int] = Counter()
     path = out / f"stop-{'ours' if ours else 'stock'}.ckpt"
-    for life, (workers, steps) in enumerate(LIVES):
+    for part, (workers, steps) in enumerate(PARTS):
         seed_everything(0, verbose=False)
         callbacks: list[Any] = [ExactResume(), Prefetch()] if ours else []
         trainer = Trainer(
@@ -62,13 +62,13 @@ def run(out: Path, ours: bool, accelerator: str = "cpu") -> dict[str, int]:
         )  # fmt: skip
         net = Net()
         loader = DataLoader(range(SAMPLES), 4, shuffle=True, num_workers=workers)  # pyright: ignore[reportArgumentType]
-        trainer.fit(net, loader, ckpt_path=path if life else None)
+        trainer.fit(net, loader, ckpt_path=path if part else None)
         seen.update(net.seen)
     return {"twice": sum(seen[n] > 1 for n in range(SAMPLES)), "never": sum(not seen[n] for n in range(SAMPLES))}
 
 
 def measure(out: Path, step: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the counts with this package and without."""
+    """Return the counts with and without this package."""
     step("a run that is stopped twice")
     out.mkdir(parents=True, exist_ok=True)
     return {"ours": run(out, ours=True), "stock": run(out, ours=False), "samples": SAMPLES}

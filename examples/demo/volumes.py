@@ -1,4 +1,4 @@
-"""Training on compressed volumes, as ``lightning-turbo tune`` measures it: ``python volumes.py FOLDER DEVICE``."""
+"""Train on compressed volumes, for ``lightning-turbo tune``: ``python volumes.py FOLDER DEVICE``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-if __name__ == "__main__":  # the folder of the examples, where this file is run by its path
+if __name__ == "__main__":  # tune runs this file by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.demo.data import VolumePatches
 from examples.demo.model import DemoNet
 
 
 class CompressedVolumes(Dataset[tuple[Tensor, Tensor]]):
-    """Volumes in files ``FOLDER/CLASS/*.nii.gz``, each read, unpacked and clipped when it is asked for."""
+    """Volumes in files ``FOLDER/CLASS/*.nii.gz``. Each access reads, decompresses and clips a volume."""
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob("*/*.nii.gz"), key=lambda path: path.name)
@@ -36,9 +36,9 @@ class CompressedVolumes(Dataset[tuple[Tensor, Tensor]]):
 
 
 def write_volumes(patches: VolumePatches, folder: Path) -> CompressedVolumes:
-    """Write each patch into a file of its own, as scanners' volumes are stored: 16 bits a voxel, gzip."""
+    """Write each patch to its own file in the format of a scanner: 16 bits per voxel, compressed with gzip."""
     for index, (image, label) in enumerate(patches[number] for number in range(len(patches))):
-        path = folder / ("white" if label else "grey") / f"{index:04d}.nii.gz"
+        path = folder / ("white" if label else "gray") / f"{index:04d}.nii.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         volume = nibabel.Nifti1Image(image[0].numpy(), np.eye(4))
         volume.set_data_dtype(np.int16)
@@ -47,7 +47,7 @@ def write_volumes(patches: VolumePatches, folder: Path) -> CompressedVolumes:
 
 
 def main(folder: str, device: str = "cpu") -> None:
-    """Train on the volumes of a folder."""
+    """Train on the volumes in a folder."""
     torch.set_num_threads(1)  # the other cores are for loading
     loader = DataLoader(CompressedVolumes(Path(folder)), 16, shuffle=True)
     trainer = Trainer(accelerator=device, devices=1, max_epochs=6, logger=False, enable_checkpointing=False)

@@ -1,1 +1,1 @@
-"""3D classification of MedMNIST3D, or of a brain template, with every technique a line in a YAML file."""
+"""3D classification of MedMNIST3D or of a brain template. Each technique is a line of a YAML file."""

@@ -1,8 +1,8 @@
-"""``python -m examples.medmnist3d.ablation --out runs/ablation``: trick by trick, time per epoch and AUC.
+"""Time per epoch and AUC of each trick: ``python -m examples.medmnist3d.ablation --out runs/ablation``.
 
-Each trick is added alone to a plain run, and all together at the end. Every repetition trains all of them, with one
-seed, in an order that is reversed each time, so that a machine that drifts favours none; times are compared within a
-repetition. Results are written after every run; Ctrl-C keeps them.
+Each trick is added alone to a plain run, and all tricks are combined in the last variant. Every repetition trains all
+variants with the same seed. Every second repetition reverses their order, so that a drift of the machine favors none of
+them, and times are only compared within a repetition. Results are written after every run, and Ctrl-C keeps them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = ["main", "train"]
 VARIANTS = {"plain": PLAIN, **{f"+ {name}": PLAIN | trick for name, trick in TRICKS.items()}, "all": ALL}
 
 
-class EpochClock(Callback):
-    """Times training epochs, from before their first batch is loaded to after their last step."""
+class EpochTimer(Callback):
+    """Measures training epochs, from before the first batch is loaded until after the last step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._start = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the measurement."""
         self._start = self._now(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Stop the clock after the last batch, before validation."""
+        """Stop the measurement after the last batch, before validation."""
         if trainer.is_last_batch:
             self.seconds.append(self._now(pl_module) - self._start)
 
@@ -57,13 +57,13 @@ class EpochClock(Callback):
 
 
 def train(variant: Variant, settings: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Train one variant and return its epochs' seconds, AUC and accuracy.
+    """Train one variant, and return the seconds of each epoch, the AUC and the accuracy.
 
     Raises:
-        KeyboardInterrupt: After Ctrl-C, once Lightning has closed everything.
+        KeyboardInterrupt: After Ctrl-C, once Lightning has shut down.
     """
     seed_everything(seed, verbose=False)
-    clock = EpochClock()
+    timer = EpochTimer()
     data = _data(settings, FastVolumes if variant.prefetch else Volumes, seed=seed, **variant.data)
     model = VolumeClassifier(
         depth=settings.depth, widen=settings.widen, max_pool=settings.max_pool,
@@ -74,33 +74,33 @@ def train(variant: Variant, settings: argparse.Namespace, seed: int) -> dict[str
         devices=1,
         max_epochs=settings.epochs,
         limit_train_batches=settings.batches or 1.0,
-        check_val_every_n_epoch=settings.epochs,  # the last one's scores are shown
+        check_val_every_n_epoch=settings.epochs,  # only the scores after the last epoch are reported
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[make() for make in variant.plugins],
-        callbacks=[clock, *(make() for make in variant.callbacks)],
+        callbacks=[timer, *(make() for make in variant.callbacks)],
         **variant.trainer,
     )
     before = signal.getsignal(signal.SIGINT)
     try:
         trainer.fit(model, datamodule=data)
-    except SystemExit:  # Lightning makes one of Ctrl-C, and turns the signal off
+    except SystemExit:  # raised by Lightning on Ctrl-C, after which it ignores the signal
         if not trainer.interrupted:
             raise
         signal.signal(signal.SIGINT, before)
         raise KeyboardInterrupt from None
     scores = {name: float(trainer.callback_metrics[f"val/{name}"]) for name in ("auc", "accuracy")}
-    return {"seed": seed, "epoch_seconds": clock.seconds, **scores}
+    return {"seed": seed, "epoch_seconds": timer.seconds, **scores}
 
 
 def run(settings: argparse.Namespace, progress: Progress, arguments: Sequence[str] = ()) -> int:
-    """Train every variant in every repetition; write results.json after each, and figure and page at the end."""
+    """Train all variants in every repetition. Write results.json after each run, and the figure and page at the end."""
     names = [name for name in VARIANTS if not settings.only or name in ("plain", *settings.only)]
     if settings.data == "mni152" and "+ packed" in names:
-        names.remove("+ packed")  # these cubes are in memory already
+        names.remove("+ packed")  # these cubes are in memory
     device = "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
     facts = describe_machine(device)
     results: dict[str, Any] = {
@@ -124,7 +124,7 @@ def run(settings: argparse.Namespace, progress: Progress, arguments: Sequence[st
                 results["variants"][name]["runs"].append(train(VARIANTS[name], settings, repeat))
                 write_json(results, settings.out / "results.json")
     except KeyboardInterrupt:
-        progress.say("Stopped; the runs that ended are kept.")
+        progress.say("Interrupted. The results of complete runs are kept.")
         status = 130
     if any(row["runs"] for row in results["variants"].values()):
         draw(results, settings.out / "ablation.png")
@@ -145,24 +145,26 @@ def _count(text: str) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; ``--quick`` fills in what was left out with the least that shows anything."""
+    """Parse the command line. ``--quick`` changes the defaults to the smallest ones that test the program."""
     parser = argparse.ArgumentParser(
-        "python -m examples.medmnist3d.ablation", description="Trick by trick: time per epoch and AUC."
+        "python -m examples.medmnist3d.ablation", description="Time per epoch and AUC of each trick."
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder of results.json, ablation.png")
-    parser.add_argument("--data", default="mni152", help="mni152, path.npz, or a name of the medmnist package")
-    parser.add_argument("--thin", type=_count, default=1, help="take every so many-th cube of mni152")
-    parser.add_argument("--positive", type=int, help="the label that counts as positive, against all others")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/ablation"), help="folder for results.json and ablation.png"
+    )
+    parser.add_argument("--data", default="mni152", help="mni152, path.npz, or a dataset of the package medmnist")
+    parser.add_argument("--thin", type=_count, default=1, help="use only every n-th cube of mni152")
+    parser.add_argument("--positive", type=int, help="label of the positive class; all others are negative")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--depth", type=int, help="of the ResNet (18; with --quick 10)")
-    parser.add_argument("--widen", type=float, help="factor of its channels (1; with --quick 0.125)")
-    parser.add_argument("--no-max-pool", dest="max_pool", action="store_false", help="as max_pool: false of the model")
+    parser.add_argument("--depth", type=int, help="depth of the ResNet (default: 18, with --quick: 10)")
+    parser.add_argument("--widen", type=float, help="factor of its channels (default: 1, with --quick: 0.125)")
+    parser.add_argument("--no-max-pool", dest="max_pool", action="store_false", help="the model's max_pool=False")
     parser.add_argument("--batch-size", type=_count, default=32)
-    parser.add_argument("--epochs", type=_count, help="of each run (10; with --quick 2)")
-    parser.add_argument("--repeats", type=_count, help="runs of each trick (3; with --quick 1)")
-    parser.add_argument("--batches", type=_count, help="training batches of an epoch (all; with --quick 4)")
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="TRICK", help="plain and these alone")
-    parser.add_argument("--quick", action="store_true", help="see whether it works; the numbers mean nothing")
+    parser.add_argument("--epochs", type=_count, help="epochs per run (default: 10, with --quick: 2)")
+    parser.add_argument("--repeats", type=_count, help="runs per trick (default: 3, with --quick: 1)")
+    parser.add_argument("--batches", type=_count, help="training batches per epoch (default: all, with --quick: 4)")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="TRICK", help="run only plain and these")
+    parser.add_argument("--quick", action="store_true", help="test the program; the numbers mean nothing")
     settings = parser.parse_args(arguments)
     full, quick = (18, 1.0, 10, 3, None), (10, 0.125, 2, 1, 4)
     for name, value in zip(
@@ -174,12 +176,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status, 130 after Ctrl-C."""
+    """Run the command and return its exit status, which is 130 after Ctrl-C."""
     settings = parse(arguments)
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"--out {str(settings.out)!r}: {error.strerror}; give a folder that can be written.")
+        sys.exit(f"--out: expected a writable folder, got {str(settings.out)!r}: {error.strerror}.")
     try:
         data = _data(settings, Volumes)
         data.prepare_data()
@@ -189,9 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with warnings.catch_warnings(), Progress() as progress:
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data is in memory
         warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.* is deprecated.*")  # Lightning's own
-        warnings.filterwarnings("ignore", category=NoEffectWarning)  # an ablation asks just that
+        warnings.filterwarnings(
+            "ignore", category=NoEffectWarning
+        )  # the ablation measures whether a trick has an effect
         return run(settings, progress, sys.argv[1:] if arguments is None else arguments)
 
 

@@ -1,4 +1,4 @@
-"""The ablation's figure and table: time per epoch against the plain run, and AUC."""
+"""Figure and table of the ablation: time per epoch relative to the plain run, and AUC."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from matplotlib.figure import Figure
 
 __all__ = ["draw", "page", "summary", "table"]
 
-INK, GREY, FAINT, BLUE, ORANGE = "#22272e", "#57606a", "#d8dde3", "#0072b2", "#d55e00"
+INK, GRAY, FAINT, BLUE, ORANGE = "#22272e", "#57606a", "#d8dde3", "#0072b2", "#d55e00"
 
 ABOUT = (
-    "Seconds of a training epoch: median over the runs of each run's median epoch, without its first one. Relative to "
-    "plain: run by run of the same seed, median and range; below 1 is faster. AUC of the validation part after the "
-    "last epoch: median and range."
+    "Seconds of a training epoch: median over the runs of the median epoch, without the first epoch of each run. "
+    "Relative to plain: ratio to the plain run with the same seed, median and range over the runs; below 1 is faster. "
+    "AUC on the validation set after the last epoch: median and range over the runs."
 )
 
 
 def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Condense each variant's runs.
+    """Summarize the runs of each variant.
 
     Returns:
-        One row for each variant that has runs: ``name``, ``seconds`` (median of the runs' median epochs, the first one
-        of each run left out where there are more), ``ratios`` (to the plain run of the same seed, one for each run),
-        ``aucs``.
+        One row for each variant with runs: ``name``, ``seconds`` (median over the runs of the median epoch, without the
+        first epoch if there are more), ``ratios`` (one for each run, to the plain run of the same seed), ``aucs``.
     """
     plain = {run["seed"]: _epoch(run) for run in results["variants"]["plain"]["runs"]}
     return [
@@ -46,7 +45,7 @@ def _epoch(run: dict[str, Any]) -> float:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Write the rows as text."""
+    """Return the rows as text."""
     lines = [f"{'':22}{'s/epoch':>10}{'to plain':>10}{'AUC':>8}"]
     for row in summary(results):
         ratio = f"{statistics.median(row['ratios']):.2f}" if row["ratios"] else "-"
@@ -55,17 +54,17 @@ def table(results: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any], picture: str) -> str:
-    """Write everything that a reader needs to judge the numbers, as Markdown.
+    """Return the results, the machine and the settings as Markdown.
 
     Args:
         results: What the ablation wrote to results.json.
-        picture: Name of the image beside the page.
+        picture: File name of the image in the folder of the page.
     """
     facts = {**results["facts"]["versions"], **results["machine"]}
     facts |= {name: results["facts"][name] for name in ("system", "cores", "cpu_capability", "bfloat16_instructions")}
     facts["commit"] = results["facts"]["commit"]
     facts |= {f"setting {name}": value for name, value in results["settings"].items() if name not in ("out", "quick")}
-    words = results["arguments"]  # the folder is each reader's own
+    words = results["arguments"]  # without the folder, which differs for each reader
     command = shlex.join(
         ["python", "-m", "examples.medmnist3d.ablation"]
         + [word for before, word in zip(["", *words], words, strict=False) if "--out" not in (before, word)]
@@ -74,7 +73,7 @@ def page(results: dict[str, Any], picture: str) -> str:
         f"# Ablation on {results['machine']['device']}", "",
         f"Made {results['machine']['date']} by `{command}`.", "",
         ABOUT, "",
-        "| | runs | s an epoch | relative to plain | AUC |", "| --- | --- | --- | --- | --- |",
+        "| | runs | seconds per epoch | relative to plain | AUC |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for row in summary(results):
         cells = (_middle(row["ratios"], ".2f"), _middle(row["aucs"], ".3f"))
@@ -91,11 +90,11 @@ def _middle(values: list[float], form: str) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw medians as bars and single runs as dots.
+    """Draw the medians as bars and the single runs as dots.
 
     Args:
         results: What the ablation wrote to results.json.
-        path: The image; its suffix chooses the format.
+        path: File of the image. Its suffix selects the format.
     """
     rows = summary(results)
     figure = Figure(figsize=(11, 1.8 + 0.36 * len(rows)), dpi=140, layout="constrained", facecolor="white")
@@ -110,7 +109,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 axes.barh(place, statistics.median(row[key]), height=0.62, color=color, alpha=0.75)
                 axes.plot(row[key], [place] * len(row[key]), "o", color=INK, markersize=3)
                 axes.annotate(
-                    label(row), (max(row[key]), place), (6, 0), textcoords="offset points", va="center", color=GREY,
+                    label(row), (max(row[key]), place), (6, 0), textcoords="offset points", va="center", color=GRAY,
                     fontsize=8,
                 )  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10.5, color=INK)
@@ -126,15 +125,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
     scores.set_xticks([0, 0.25, 0.5, 0.75, 1])
     times.set_yticks(range(len(names)), names)
     times.invert_yaxis()
-    asked, made_on = results["settings"], results["machine"]
+    settings, machine = results["settings"], results["machine"]
     figure.suptitle(
-        f"Trick by trick: {Path(asked['data']).name}, 3D ResNet-{asked['depth']} x {asked['widen']:g}",
+        f"Trick by trick: {Path(settings['data']).name}, 3D ResNet-{settings['depth']} x {settings['widen']:g}",
         x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK,
     )  # fmt: skip
     figure.supxlabel(
-        f"{made_on['date'].split()[0]}  ·  {made_on['device']}, {made_on['threads']} threads  ·  torch "
-        f"{made_on['torch']}  ·  {asked['epochs']} epochs, {asked['repeats']} repetitions, dots are runs"
-        + ("  ·  --quick: the numbers mean nothing" if asked["quick"] else ""),
+        f"{machine['date'].split()[0]}  ·  {machine['device']}, {machine['threads']} threads  ·  torch "
+        f"{machine['torch']}  ·  {settings['epochs']} epochs, {settings['repeats']} repetitions, dots are runs"
+        + ("  ·  --quick: the numbers mean nothing" if settings["quick"] else ""),
         x=0.012, ha="left", fontsize=8.5, color=INK,
     )  # fmt: skip
     figure.savefig(path)

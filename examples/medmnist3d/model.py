@@ -19,25 +19,26 @@ __all__ = ["VolumeClassifier"]
 
 
 class VolumeClassifier(LightningModule):
-    """Tells volumes of two classes apart.
+    """Classifies volumes into two classes.
 
     Args:
-        depth: Layers of the ResNet: 10, 18, 34, 50, 101, 152 or 200.
+        depth: Number of layers of the ResNet: 10, 18, 34, 50, 101, 152 or 200.
         widen: Factor of all channel counts; 1 is the published network.
-        stem_stride: Stride of the first convolution; 1 suits 28 voxels a side, 2 is MedicalNet's.
-        max_pool: Whether the stem halves the sides once more. Without it cubes of 28 voxels are 4 a side in the last
-            layers and not 2, for some eight times the arithmetic.
-        learning_rate: Of AdamW; with ``schedule="cyclic"`` the highest one.
-        weight_decay: Of AdamW.
-        schedule: ``"plateau"`` divides the rate by 2 where ``val/loss`` stays, ``"cyclic"`` cycles it step by step
-            between a tenth and all of it, ``None`` leaves it. Lightning saves a checkpoint before it lets the plateau
-            see that epoch, so a run that goes on has counted one epoch less; the others go on exactly.
-        epochs_up: Epochs of the cyclic rate's rise, and of its fall; fractions allowed.
-        pos_weight: Weight of positive samples in the loss; ``None`` takes the data's, negatives for each positive.
-        weights: A file of pretrained weights, such as MedicalNet's; what fits is loaded, and the rest reported.
+        stem_stride: Stride of the first convolution: 1 for 28 x 28 x 28 voxels, 2 for MedicalNet's weights.
+        max_pool: Whether the stem has a max pool. Without it, volumes of 28 x 28 x 28 voxels have 4 x 4 x 4 instead of
+            2 x 2 x 2 voxels in the last layers, which takes about eight times as many operations.
+        learning_rate: Learning rate of AdamW; the highest one with ``schedule="cyclic"``.
+        weight_decay: Weight decay of AdamW.
+        schedule: ``"plateau"`` halves the learning rate if ``val/loss`` does not improve, ``"cyclic"`` varies it
+            between a tenth of it and all of it in each step, ``None`` keeps it constant. A run that is resumed with
+            ``"plateau"`` has counted one epoch less, because Lightning saves the checkpoint before it updates the
+            schedule; the others resume exactly.
+        epochs_up: Epochs in which the cyclic learning rate rises, and then falls; may be fractional.
+        pos_weight: Weight of positive samples in the loss. ``None`` uses the ratio of negative to positive samples.
+        weights: File with pretrained weights, for example MedicalNet's. Matching weights are loaded, others reported.
 
     Raises:
-        ValueError: If there is no such depth, or the weights match nothing.
+        ValueError: If there is no such depth, or if no weights match.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class VolumeClassifier(LightningModule):
         super().__init__()
         depths = sorted(int(name[6:]) for name in resnet.__all__ if name[6:].isdigit() and name.startswith("resnet"))
         if depth not in depths:
-            raise ValueError(f"depth={depth!r}; expected {', '.join(map(str, depths))}. Choose one of these.")
+            raise ValueError(f"depth: expected one of {', '.join(map(str, depths))}, got {depth!r}.")
         self.save_hyperparameters(ignore="weights")
         self.net: nn.Module = getattr(resnet, f"resnet{depth}")(
             spatial_dims=3,
@@ -73,10 +74,10 @@ class VolumeClassifier(LightningModule):
         scores = MetricCollection({"auc": BinaryAUROC(), "accuracy": BinaryAccuracy()})
         self.val_scores, self.test_scores = scores.clone(prefix="val/"), scores.clone(prefix="test/")
         if weights is not None:
-            rank_zero_info(f"weights of {weights}\n{load_weights(self.net, weights)}")
+            rank_zero_info(f"weights from {weights}\n{load_weights(self.net, weights)}")
 
     def setup(self, stage: str) -> None:
-        """Weigh positive samples as the data asks."""
+        """Set the weight of positive samples from the data."""
         if stage == "fit" and self.pos_weight is None:
             weight = self.trainer.datamodule.pos_weight
             self.loss.pos_weight = torch.full_like(self.loss.pos_weight, weight)
@@ -88,16 +89,18 @@ class VolumeClassifier(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of one batch."""
         loss, _ = self._loss(batch)
-        self.log("train/loss_step", loss, batch_size=len(batch[1]))  # this rank's, so that no step waits for the others
+        self.log(
+            "train/loss_step", loss, batch_size=len(batch[1])
+        )  # of this rank only, so that no step waits for other ranks
         self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch[1]))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Log loss, AUC and accuracy; return the probabilities."""
+        """Log the loss, the AUC and the accuracy; return the probabilities."""
         return self._score("val", self.val_scores, batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Log loss, AUC and accuracy; return the probabilities."""
+        """Log the loss, the AUC and the accuracy; return the probabilities."""
         return self._score("test", self.test_scores, batch)
 
     def _score(self, stage: str, scores: MetricCollection, batch: tuple[Tensor, Tensor]) -> Tensor:

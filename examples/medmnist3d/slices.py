@@ -1,4 +1,4 @@
-"""The callback that shows volumes and what the network made of them in TensorBoard."""
+"""A callback that shows volumes and their predictions in TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch.nn.functional import pad
 
 __all__ = ["SliceImages", "slice_image"]
 
-RIGHT, WRONG = (0.0, 0.62, 0.45), (0.84, 0.37, 0.0)  # green and red that color-blind readers can tell apart
+RIGHT, WRONG = (0.0, 0.62, 0.45), (0.84, 0.37, 0.0)  # a green and a red that are distinguishable with color blindness
 
 
 def slice_image(volumes: Tensor, labels: Tensor, probabilities: Tensor) -> Tensor:
-    """Draw the three middle slices of volumes, one row each, in a frame that tells right from wrong.
+    """Draw the three middle slices of each volume as a row, with a frame that shows whether the prediction is right.
 
     Args:
-        volumes: ``(n, 1, x, y, z)`` of any range.
-        labels: ``(n,)``, 0 or 1.
-        probabilities: ``(n,)`` of label 1.
+        volumes: Shape ``(n, 1, x, y, z)``, any range of values.
+        labels: Shape ``(n,)``, 0 or 1.
+        probabilities: Probabilities of label 1, shape ``(n,)``.
 
     Returns:
-        Colours ``(3, height, width)`` from 0 to 1. The frame is green where the network was right, red where it was
-        wrong, and the fuller the more certain it was.
+        An RGB image ``(3, height, width)`` with values from 0 to 1. The frame is green if the prediction is right, red
+        if it is wrong, and brighter the more certain the prediction is.
     """
     rows = []
     side = max(volumes.shape[2:])
     for volume, label, probability in zip(volumes[:, 0].float().cpu(), labels.cpu(), probabilities.cpu(), strict=True):
         low, high = volume.min(), volume.max()
-        grey = (volume - low) / (high - low).clamp(min=1e-6)
-        middles = [grey.select(axis, grey.shape[axis] // 2) for axis in range(3)]
+        gray = (volume - low) / (high - low).clamp(min=1e-6)
+        middles = [gray.select(axis, gray.shape[axis] // 2) for axis in range(3)]
         square = [pad(m, (0, side - m.shape[1], 0, side - m.shape[0])) for m in middles]
         row = pad(torch.cat(square, dim=1).expand(3, -1, -1), (2, 2, 2, 2))
         color = RIGHT if bool(probability > 0.5) == bool(label) else WRONG
@@ -44,15 +44,17 @@ def slice_image(volumes: Tensor, labels: Tensor, probabilities: Tensor) -> Tenso
 
 
 class SliceImages(Callback):
-    """Log the middle slices of the first validation volumes to TensorBoard, once an epoch.
+    """Logs the middle slices of the first validation volumes to TensorBoard in every validation.
 
     Args:
-        volumes: How many, at most a batch.
+        volumes: Number of volumes, at most one batch.
     """
 
     def __init__(self, volumes: int = 8) -> None:
         if volumes < 1:
-            raise ValueError(f"SliceImages(volumes={volumes!r}); expected at least 1. Remove it to see none.")
+            raise ValueError(
+                f"SliceImages: expected volumes of 1 or more, got {volumes!r}. Remove the callback to log no images."
+            )
         self.volumes = volumes
 
     def on_validation_batch_end(

@@ -1,4 +1,4 @@
-"""The tricks that the ablation takes one by one: what each changes in a plain run."""
+"""The tricks of the ablation: what each of them changes in a plain run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["ALL", "PLAIN", "TRICKS", "Variant"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train.
+    """Settings of one run.
 
     Args:
         trainer: Arguments of the Trainer.
         model: Arguments of the module.
         data: Arguments of the DataModule.
-        prefetch: Whether batches are prepared in the background.
-        plugins: Makes the Trainer's plugins, new ones for each run.
-        callbacks: Makes the Trainer's callbacks, new ones for each run.
+        prefetch: Whether batches are loaded in the background.
+        plugins: Functions that create the Trainer's plugins, for each run.
+        callbacks: Functions that create the Trainer's callbacks, for each run.
     """
 
     trainer: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Pretrained weights: what of a file fits a network, loaded and reported."""
+"""Load the pretrained weights in a file that match a network, and report the others."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor, nn
 
 __all__ = ["WeightsReport", "load_weights"]
 
-WRAPPERS = ("state_dict", "model", "net")  # keys under which files keep the state itself
-PREFIXES = ("module.", "net.", "model.", "_orig_mod.")  # what DataParallel, Lightning and compile put in front
+WRAPPERS = ("state_dict", "model", "net")  # keys of the state dict in a file
+PREFIXES = ("module.", "net.", "model.", "_orig_mod.")  # added by DataParallel, Lightning and torch.compile
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What ``load_weights`` found."""
+    """Result of ``load_weights``: names of weights."""
 
     matched: tuple[str, ...]
     """Loaded."""
     missing: tuple[str, ...]
-    """In the network, not in the file: these keep their initial values."""
+    """In the network but not in the file: keep their initial values."""
     unexpected: tuple[str, ...]
-    """In the file, not in the network: not used."""
+    """In the file but not in the network: ignored."""
     differing: tuple[str, ...]
-    """In both, with another shape: not used."""
+    """In both, with different shapes: ignored."""
 
     def __str__(self) -> str:
         rows = ((name, getattr(self, name)) for name in ("matched", "missing", "unexpected", "differing"))
@@ -35,22 +35,25 @@ class WeightsReport:
 
 
 def load_weights(network: nn.Module, path: str | Path) -> WeightsReport:
-    """Load what fits from a file of weights, such as MedicalNet's, whatever its prefixes.
+    """Load the weights in a file, for example MedicalNet's, that match a network, regardless of prefixes.
 
     Args:
-        network: Changed in place.
-        path: A file of ``torch.save``: a ``state_dict``, alone or under ``"state_dict"``. Only tensors are unpickled.
+        network: The network, which is changed in place.
+        path: A file written by ``torch.save``: a state dict, or a dict with one under ``"state_dict"``, ``"model"`` or
+            ``"net"``. Only tensors are unpickled.
 
     Returns:
-        Which keys matched, were missing, unexpected, or differed in shape.
+        The names that matched, were missing, were unexpected, or differed in shape.
 
     Raises:
-        FileNotFoundError: If the file is not there.
-        ValueError: If it holds no ``state_dict``, or no weight of a layer in it fits the network.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file has no state dict, or none of its weights with two or more dimensions matches.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"weights={str(path)!r} is not there. Give the path of a file of torch.save.")
+        raise FileNotFoundError(
+            f"weights: expected a file written by torch.save, got {str(path)!r}, which does not exist."
+        )
     own = network.state_dict()
     found = {_plain(name, own): value for name, value in _state(path).items()}
     matched = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
@@ -64,10 +67,10 @@ def load_weights(network: nn.Module, path: str | Path) -> WeightsReport:
             if name in own and name not in matched
         ),
     )
-    if not any(value.dim() > 1 for value in matched.values()):  # a bias of one number fits everywhere
+    if not any(value.dim() > 1 for value in matched.values()):  # a bias with one element matches by accident
         raise ValueError(
             f"weights={str(path)!r} match nothing in {type(network).__name__}: the file has {_few(tuple(found))}, the "
-            f"network has {_few(tuple(own))}. Choose the depth and width that the file was made for."
+            f"network has {_few(tuple(own))}. Choose the depth and width of the network in the file."
         )
     network.load_state_dict(matched, strict=False)
     return report
@@ -76,23 +79,25 @@ def load_weights(network: nn.Module, path: str | Path) -> WeightsReport:
 def _state(path: Path) -> Mapping[str, Tensor]:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what is no pickle ends in errors of any kind
+    except Exception as error:  # a file that is not a pickle can raise any exception
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"weights={str(path)!r} cannot be read ({reason}); expected a file of torch.save that holds tensors "
-            "only. Save network.state_dict()."
+            f"weights: expected a file written by torch.save with tensors only, got {str(path)!r}, which cannot be "
+            f"read ({reason}). Save network.state_dict()."
         ) from error
     for key in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
             break
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"weights={str(path)!r} holds no state_dict. Save network.state_dict() with torch.save.")
+        raise ValueError(
+            f"weights: expected a file with a state dict, got {str(path)!r}. Save network.state_dict() with torch.save."
+        )
     return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def _plain(name: str, own: Mapping[str, Any]) -> str:
-    """The name without what wrappers put in front of it."""
+    """Return the name without the prefixes of wrappers."""
     while name not in own and (prefix := next((p for p in PREFIXES if name.startswith(p)), None)):
         name = name.removeprefix(prefix)
     return name

@@ -1,1 +1,1 @@
-"""Segmentation of 3D scans, from a folder of files to a checkpoint: ``python -m examples.segmentation3d``."""
+"""3D segmentation, from a folder of scans to a checkpoint: ``python -m examples.segmentation3d``."""

@@ -1,4 +1,4 @@
-"""Small scans in the layout of BraTS, to try the example without a dataset."""
+"""Small synthetic scans in the layout of BraTS, to try the example without a dataset."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__ = ["write_scans"]
 
 
 def write_scans(folder: Path, number: int = 10, size: Sequence[int] = (48, 48, 40), seed: int = 0) -> None:
-    """Write scans of two modalities with a ball in each, and their label volumes, as ``.nii.gz`` files.
+    """Write scans of two modalities, each with a ball, and their label volumes as ``.nii.gz`` files.
 
     Args:
-        folder: Where a folder for each case is written.
+        folder: Folder in which a folder for each case is created.
         number: Number of cases.
-        size: About how many voxels a scan has.
-        seed: Of noise, sizes and places.
+        size: Approximate size of a scan in voxels.
+        seed: Seed of the noise, sizes and positions.
     """
     import nibabel
 
     generator = np.random.default_rng(seed)
     for n in range(number):
         shape = np.asarray(size) - generator.integers(0, 4, 3)
-        centre = shape * generator.uniform(0.35, 0.65, 3)
-        grid = np.indices(tuple(shape.tolist())).T - centre
+        center = shape * generator.uniform(0.35, 0.65, 3)
+        grid = np.indices(tuple(shape.tolist())).T - center
         distance = np.sqrt(np.square(grid).sum(-1)).T
         radius = min(shape) * generator.uniform(0.15, 0.25)
         label = (distance < radius).astype(np.uint8) + (distance < radius / 2).astype(np.uint8)

@@ -1,1 +1,1 @@
-"""Brain volumes to a fixed AUC on a CPU, stock Lightning beside this package: ``python -m examples.speedrun``."""
+"""Time to a fixed AUC on a CPU, with stock Lightning and with this package: ``python -m examples.speedrun``."""

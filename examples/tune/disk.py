@@ -1,4 +1,4 @@
-"""Samples that wait, as for a disk or a network, before each: loading ahead in several threads or processes helps."""
+"""Each sample waits, as for a disk or a network: loading ahead in several threads or processes helps."""
 
 import time
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Slow(Dataset):
-    """Vectors with a label, each read in 1.5 ms of waiting."""
+    """Labeled vectors. Reading one waits for 1.5 ms."""
 
     def __len__(self) -> int:
         return 2048
@@ -38,7 +38,7 @@ class Classifier(LightningModule):
 
 
 def main() -> None:
-    """Train two epochs."""
+    """Train for two epochs."""
     torch.manual_seed(0)
     loader = DataLoader(Slow(), batch_size=16, shuffle=True)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Classifier(), loader)

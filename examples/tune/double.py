@@ -1,4 +1,4 @@
-"""A network in float64 whose samples wait for a disk: loading ahead helps, and no half precision is tried."""
+"""A float64 network whose samples wait, as for a disk: loading ahead helps, and half precision is not tried."""
 
 import time
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Slow(Dataset):
-    """Vectors in float64 with a label, each read in 1 ms of waiting."""
+    """Labeled float64 vectors. Reading one waits for 1 ms."""
 
     def __len__(self) -> int:
         return 2048
@@ -34,12 +34,12 @@ class Classifier(LightningModule):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
-        """Return SGD, fused."""
+        """Return the fused SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01, fused=True)
 
 
 def main() -> None:
-    """Train two epochs."""
+    """Train for two epochs."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the other cores are for loading
     loader = DataLoader(Slow(), batch_size=16, shuffle=True)

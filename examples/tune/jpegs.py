@@ -1,4 +1,4 @@
-"""Samples that are decoded from JPEG and resized: loading beside the step helps. Needs Pillow."""
+"""Each sample is a JPEG that is decoded and resized: loading during the training steps helps. Requires Pillow."""
 
 import io
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Pictures(Dataset):
-    """Noise of 400 x 400 pixels in three hues, as JPEG in memory, and the hue."""
+    """Noise of 400 x 400 pixels in three hues, stored as JPEG in memory. The label is the hue."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(0)
@@ -52,7 +52,7 @@ class Classifier(LightningModule):
 
 
 def main() -> None:
-    """Train two epochs."""
+    """Train for two epochs."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the other cores are for loading
     loader = DataLoader(Pictures(), batch_size=16, shuffle=True)

@@ -1,4 +1,4 @@
-"""Large multiplications in float64, which no mixed precision casts: nothing of the pack makes them faster."""
+"""Large float64 matrix products, which mixed precision does not cast: nothing in this package makes them faster."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader
 
 
 class Square(LightningModule):
-    """Three large matrices of float64 and a plain optimizer step.
+    """Three products with large float64 matrices.
 
     Args:
-        width: Of each matrix.
+        width: Rows and columns of each matrix.
     """
 
     def __init__(self, width: int = 600) -> None:
@@ -20,18 +20,18 @@ class Square(LightningModule):
         )
 
     def training_step(self, batch, batch_idx):
-        """Return a loss."""
+        """Return the mean square of the products."""
         for weight in self.weights:
             batch = batch @ weight
         return F.mse_loss(batch, torch.zeros_like(batch))
 
     def configure_optimizers(self):
-        """Return the plainest optimizer."""
+        """Return the fused SGD."""
         return torch.optim.SGD(self.parameters(), lr=1e-3, fused=True)
 
 
 def main() -> None:
-    """Train on one batch that is in memory."""
+    """Train on one batch in memory."""
     torch.manual_seed(0)
     batches = [torch.randn(600, 600, dtype=torch.float64)] * 64
     loader = DataLoader(batches, batch_size=None)

@@ -1,4 +1,4 @@
-"""Volumes that wait for a disk, and convolutions in 3D: loading ahead and half precision help, most of all together."""
+"""Volumes that wait, as for a disk, and 3D convolutions: loading ahead and half precision together help most."""
 
 import time
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Scans(Dataset):
-    """Volumes of 12 voxels a side with a label, each read in 2 ms of waiting."""
+    """Labeled volumes of 12 x 12 x 12 voxels. Reading one waits for 2 ms."""
 
     def __len__(self) -> int:
         return 1600
@@ -22,7 +22,7 @@ class Scans(Dataset):
 
 
 class Classifier(LightningModule):
-    """Two convolutions with batch norm, without biases."""
+    """Two convolutions without biases, each with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Classifier(LightningModule):
 
 
 def main() -> None:
-    """Train two epochs."""
+    """Train for two epochs."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the other cores are for loading
     loader = DataLoader(Scans(), batch_size=8, shuffle=True)

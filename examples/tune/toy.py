@@ -1,4 +1,4 @@
-"""A network so small that Lightning's loop takes longer than the network: the lean step helps."""
+"""A network so small that Lightning's training loop takes longer than its step: ``lean`` helps."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -8,14 +8,14 @@ from torch.utils.data import DataLoader
 
 
 class Toy(LightningModule):
-    """Three linear layers, and one logged value."""
+    """Three linear layers and one logged value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def training_step(self, batch, batch_idx):
-        """Return the cross-entropy, and log it."""
+        """Log and return the cross-entropy."""
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, batch_size=len(batch[1]))
         return loss
@@ -26,7 +26,7 @@ class Toy(LightningModule):
 
 
 def main() -> None:
-    """Train on batches that are in memory."""
+    """Train on batches in memory."""
     torch.manual_seed(0)
     batches = [(torch.randn(16, 32), torch.randint(10, (16,))) for _ in range(200)]
     loader = DataLoader(batches, batch_size=None)

@@ -1,4 +1,4 @@
-"""A forward pass that branches on values, which no tracer follows, and many small weights: a fused optimizer helps."""
+"""A forward pass that branches on values, which cannot be traced, and many small weights: a fused optimizer helps."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 
 class Branching(LightningModule):
-    """Thirty narrow convolutions with a bias and a norm, each of which may change the sign of what comes next."""
+    """Thirty narrow residual convolutions. The sign of each residual depends on the sum of the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class Branching(LightningModule):
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def configure_optimizers(self):
-        """Return Adam, tensor by tensor."""
+        """Return Adam, which updates one tensor at a time."""
         return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=False)
 
 
 def main() -> None:
-    """Train on batches that are in memory."""
+    """Train on batches in memory."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the layers are too small to share
+    torch.set_num_threads(1)  # the layers are too small for several threads
     batches = [(torch.randn(4, 4, 4, 4), torch.arange(4)) for _ in range(200)]
     loader = DataLoader(batches, batch_size=None)
     Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(Branching(), loader)

@@ -1,4 +1,4 @@
-"""Convolutions in 3D: bfloat16 helps where the CPU has instructions for it, and costs where it has none."""
+"""3D convolutions: bfloat16 is faster on CPUs with instructions for it, and slower on others."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 
 class Volumes(LightningModule):
-    """Three convolutions with batch norm, without biases."""
+    """Three convolutions without biases, each with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Volumes(LightningModule):
 
 
 def main() -> None:
-    """Train on batches that are in memory."""
+    """Train on batches in memory."""
     torch.manual_seed(0)
     batches = [(torch.randn(8, 1, 16, 16, 16), torch.arange(8) % 2) for _ in range(50)]
     loader = DataLoader(batches, batch_size=None)

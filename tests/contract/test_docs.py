@@ -257,10 +257,10 @@ def test_tests_that_a_page_names_exist():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("# no front matter\n", "opens with front matter"),
-        ("---\nname: x\n", "opens with front matter"),
-        ("---\n- a\n---\n", "holds no fields"),
-        ("---\nname: x\nclass: y\n---\n", "lacks function, maths_unchanged, needs"),
+        ("# no front matter\n", "expected front matter"),
+        ("---\nname: x\n", "expected front matter"),
+        ("---\n- a\n---\n", "expected fields"),
+        ("---\nname: x\nclass: y\n---\n", "expected function, maths_unchanged, needs"),
     ],
 )
 def test_a_card_without_its_fields_is_refused_in_words(tmp_path, content, message):

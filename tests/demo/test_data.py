@@ -22,8 +22,8 @@ def test_mni_parts_share_no_voxel_and_no_mirrored_voxel():
     assert image.untyped_storage().data_ptr() == train.volume.untyped_storage().data_ptr()  # a view
     assert label in (0, 1)
     assert (len(train) > 700, len(val) > 400) == (True, True)
-    grey, white = (d.get_fdata()[x : x + 28, y : y + 28, z : z + 28].sum() for d in maps)
-    assert label == (white > grey)
+    gray, white = (d.get_fdata()[x : x + 28, y : y + 28, z : z + 28].sum() for d in maps)
+    assert label == (white > gray)
     assert 0.5 <= np.bincount(val.labels.numpy()).max() / len(val) < 0.8
     seen = np.zeros(train.volume.shape, dtype=np.int8)
     for part, mark in ((train, 1), (val, 2)):

@@ -18,7 +18,7 @@ def pairs(tmp_path_factory):
     return make_volumes(tmp_path_factory.mktemp("volumes"))  # 10 of shape (12, 10, 10)
 
 
-def standardise(volume):
+def standardize(volume):
     return (volume - volume.mean()) / volume.std()
 
 
@@ -32,7 +32,7 @@ def load(pairs, crop, **settings):
 def test_evaluation_equals_numpy(pairs):
     volumes, labels = load(pairs, (8, 6, 4), train=False)
     assert labels.tolist() == list(range(10))
-    expected = np.stack([standardise(np.load(path)[2:10, 2:8, 3:7]) for path, _ in pairs])
+    expected = np.stack([standardize(np.load(path)[2:10, 2:8, 3:7]) for path, _ in pairs])
     # Sums of 192 float32 values in another order: a few units in the last place of values up to 4.
     np.testing.assert_allclose(volumes[:, 0], expected, atol=1e-5)
 
@@ -45,7 +45,7 @@ def test_training_flips_and_crops_the_volume_of_the_label(pairs):
             corners = itertools.product(range(2), repeat=3)
             crops = [np.load(pairs[label][0])[z : z + 11, y : y + 9, x : x + 9] for z, y, x in corners]
             axes = [[axis for axis in range(3) if flip >> axis & 1] for flip in range(8)]
-            same = [np.allclose(volume, np.flip(standardise(crop), a), atol=1e-4) for crop in crops for a in axes]
+            same = [np.allclose(volume, np.flip(standardize(crop), a), atol=1e-4) for crop in crops for a in axes]
             assert sum(same) == 1
 
 

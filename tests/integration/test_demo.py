@@ -1,4 +1,4 @@
-"""The demo of a clone, run as a user runs it."""
+"""The demo, run from a clone as a user runs it."""
 
 import json
 
@@ -11,7 +11,7 @@ from examples.demo import boxes, levels, patches, stops
 
 
 def run(out, *argv):
-    """Runs the demo on the CPU and puts back the number of threads; returns exit status and results."""
+    """Run the demo on the CPU, restore the number of threads, and return the exit status and the results."""
     threads = torch.get_num_threads()
     try:
         status = demo.main(["--device", "cpu", "--out", str(out), *argv])
@@ -32,12 +32,12 @@ def test_each_part_is_measured_and_everything_is_written(tmp_path, capsys, monke
     assert results["stops"]["ours"] == {"twice": 0, "never": 0}
     assert min(results["stops"]["stock"].values()) > 0
     assert results["boxes"]["factor"] > 0
-    said = capsys.readouterr().out
-    assert "of 64 samples 0 are seen twice and 0 never" in said
-    assert "O1 9" in said
+    output = capsys.readouterr().out
+    assert "of 64 samples, 0 are seen twice and 0 never" in output
+    assert "O1 9" in output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
-    # A level that stays below its accuracy is a failure, whatever the other parts gave.
+    # The command fails if the accuracy of a level is too low, regardless of the other parts.
     for part, name in ((patches, "patches"), (stops, "stops"), (boxes, "boxes")):
         monkeypatch.setattr(part, "measure", lambda *_, name=name: results[name])
     monkeypatch.setattr(levels, "train", lambda level, epochs, device: {"accuracy": 0.5, "losses": [1.0] * 20})

@@ -1,4 +1,4 @@
-"""The example examples/medmnist3d: runs, resumes, every trick off, bad input, weights, ablation."""
+"""examples/medmnist3d: training, resuming, each trick off, invalid input, pretrained weights, the ablation."""
 
 import json
 import sys
@@ -148,13 +148,13 @@ def test_batches_are_the_same_packed_and_not(volumes, kind):
 
 
 @pytest.mark.parametrize(("name", "spoil", "positive", "message"), [
-    ("train_images", None, None, r"lacks arrays of the part 'train'.*'train_images'.*Rename the arrays"),
-    ("train_images", lambda x: x[..., :3], None, r"train_images is \(20, 12, 12, 3\).*expected \(n, x, y, z\)"),
-    ("train_labels", lambda y: np.repeat(y, 2, 1), None, r"train_labels is \(20, 2\)"),
+    ("train_images", None, None, r"expected the arrays 'train_images' and 'train_labels'.*Rename the arrays"),
+    ("train_images", lambda x: x[..., :3], None, r"expected train_images of shape .*got \(20, 12, 12, 3\)"),
+    ("train_labels", lambda y: np.repeat(y, 2, 1), None, r"expected .* train_labels of shape .*got .* and \(20, 2\)"),
     ("train_labels", lambda y: y[:-1], None, "expected arrays of equal length"),
-    ("train_labels", lambda y: 0 * y + 1, None, "all 20 training labels are alike"),
-    ("train_labels", lambda y: y + 1, None, r"holds the labels \[1, 2\]; expected 0 and 1"),
-    ("train_labels", lambda y: y + 1, 7, r"positive=7: .* has the labels \[1, 2\]"),
+    ("train_labels", lambda y: 0 * y + 1, None, "expected training labels of two classes, got 20 equal labels"),
+    ("train_labels", lambda y: y + 1, None, r"with the labels 0 and 1, got \[1, 2\]"),
+    ("train_labels", lambda y: y + 1, 7, r"positive=7: expected a training label of .*, one of \[1, 2\]"),
     ("train_labels", lambda y: y + 1, 2, None),  # label 2 against the rest
 ])  # fmt: skip
 def test_a_file_of_another_form_is_refused(volumes, tmp_path, name, spoil, positive, message):
@@ -185,9 +185,12 @@ def test_medmnist_by_name(volumes, tmp_path, monkeypatch):
     with pytest.raises(MissingExtraError, match=r"needs the package medmnist, which is not installed.*pip install"):
         Volumes("vesselmnist3d").prepare_data()
     install(offline)
-    with pytest.raises(ValueError, match=r"could not download it .*Put the file at .*vesselmnist3d\.npz"):
+    with pytest.raises(ValueError, match=r"could not download it .*put it at .*vesselmnist3d\.npz"):
         Volumes("vesselmnist3d").prepare_data()
-    with pytest.raises(ValueError, match=r"neither 'mni152', nor an .npz file, nor a 3D set.*vesselmnist3d"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected 'mni152', an .npz file, or a 3D dataset of medmnist, got 'pathmnist'.*vesselmnist3d",
+    ):
         Volumes("pathmnist").prepare_data()
     install(online)
     data = Volumes("vesselmnist3d")

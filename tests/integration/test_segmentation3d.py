@@ -1,4 +1,4 @@
-"""The example of 3D segmentation: from files to a checkpoint, and on from there."""
+"""examples/segmentation3d: training from files to a checkpoint, and resuming."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_it_trains_and_goes_on(tmp_path, capsys, row):
     assert example.main([*words, "--epochs", "2"]) == 0
     assert f"{row}: 1 epochs of" in capsys.readouterr().out
     assert example.main([*words, "--epochs", "2"]) == 0
-    assert "2 epochs were trained already" in capsys.readouterr().out
+    assert "all 2 epochs are already trained" in capsys.readouterr().out
     packed = PackedDataset(tmp_path / "packed", keys=["volumes", "labels"])
     assert packed[0][0].shape[0] == 2  # two modalities
 

@@ -1,4 +1,4 @@
-"""The speedrun: rows see the same batches, reach the AUC and leave a record."""
+"""The speedrun: all rows see the same batches, reach the AUC and are recorded."""
 
 import pytest
 import sklearn  # noqa: F401  (sets variables of the environment when it is first imported)
@@ -10,7 +10,7 @@ from examples.speedrun import __main__ as speedrun
 
 @pytest.fixture
 def volumes(tmp_path, monkeypatch):
-    """A folder of few cubes, whose class is their brightness."""
+    """A folder with a few cubes, whose class is their brightness."""
     half = torch.arange(60)[:, None, None].expand(60, 60, 60) > 29
     volume = half + 0.1 * torch.randn(60, 60, 60, generator=torch.Generator().manual_seed(0))
     corners = torch.randint(32, (40, 3), generator=torch.Generator().manual_seed(0)).numpy()
@@ -18,7 +18,7 @@ def volumes(tmp_path, monkeypatch):
     patches = VolumePatches(volume, corners, torch.tensor([0, 1] * 20))
     data = DemoData(train=patches, val=patches, dims=3, classes=2, batch_size=16)
     monkeypatch.setattr(speedrun, "load_mni", lambda: data)
-    speedrun.write(tmp_path / "volumes")
+    speedrun.write_parts(tmp_path / "volumes")
     return tmp_path / "volumes"
 
 
@@ -37,7 +37,7 @@ def test_all_rows_see_the_same_batches_in_each_epoch(volumes):
 
 
 def test_rows_reach_the_auc_and_are_added_to_the_records(volumes, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(speedrun, "timed", lambda *asked: {**speedrun.train(*asked), "whole": 60.0})
+    monkeypatch.setattr(speedrun, "run_process", lambda *args: {**speedrun.train(*args), "whole": 60.0})
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{speedrun.BEGIN}\n| Date |\n| --- |\n{speedrun.END}\nafter\n")
     words = ["--seeds", "0", "--volumes", str(volumes), "--page", str(page)]
@@ -53,8 +53,8 @@ def test_rows_reach_the_auc_and_are_added_to_the_records(volumes, tmp_path, monk
 
 
 def test_a_row_that_misses_the_auc_leaves_no_record(volumes, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(speedrun, "timed", lambda *asked: {"auc": [0.5], "seconds": 1.0, "whole": 2.0})
+    monkeypatch.setattr(speedrun, "run_process", lambda *args: {"auc": [0.5], "seconds": 1.0, "whole": 2.0})
     page = tmp_path / "page.md"
     assert speedrun.main(["--seeds", "0", "--volumes", str(volumes), "--page", str(page)]) == 1
     assert not page.exists()
-    assert "Not reached by baseline, best: an AUC of 0.985." in capsys.readouterr().out
+    assert "No record: baseline, best did not reach an AUC of 0.985." in capsys.readouterr().out
