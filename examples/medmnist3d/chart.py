@@ -73,7 +73,7 @@ def page(results: dict[str, Any], picture: str) -> str:
         f"# Ablation on {results['machine']['device']}", "",
         f"Made {results['machine']['date']} by `{command}`.", "",
         ABOUT, "",
-        "| | runs | seconds per epoch | relative to plain | AUC |", "| --- | --- | --- | --- | --- |",
+        "| | runs | s an epoch | relative to plain | AUC |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for row in summary(results):
         cells = (_middle(row["ratios"], ".2f"), _middle(row["aucs"], ".3f"))
