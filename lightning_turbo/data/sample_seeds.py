@@ -38,7 +38,7 @@ LARGEST = 2**32  # NumPy's generator and seed_everything take seeds below it
 def seeds_of(seed: int, epoch: int, index: int, kind: str = "sample") -> tuple[int, int, int]:
     """Return the seeds of a sample, for generators of torch, Python and NumPy.
 
-    They are the first 20 bytes of BLAKE2b over the arguments, so that neighbours have nothing in common: neither
+    They are the first 20 bytes of BLAKE2b over the arguments, so that neighbors have nothing in common: neither
     samples, epochs, nor the generators of torch and NumPy, which would draw the same numbers from one seed.
 
     Args:

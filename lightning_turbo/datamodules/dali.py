@@ -98,7 +98,7 @@ class DALIDataModule(LightningDataModule):
                 setattr(self, f"{name}_dataloader", None)
             return None
         if isinstance(source, (str, os.PathLike)):
-            kind: dict[str, Any] = {"labelled": False} if name == "predict" else {"classes": classes}
+            kind: dict[str, Any] = {"labeled": False} if name == "predict" else {"classes": classes}
             source = ImageFolder(source, **{"train": name == "train", **kind, **images})
         if isinstance(source, (ImageFolder, DynamicPipeline)) or getattr(source, "_is_pipeline_def", False):
             source = DALILoader(source, **options)

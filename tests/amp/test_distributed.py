@@ -26,7 +26,7 @@ def train(wrap, batches, level):
 
 
 def accumulated(rank, level, delayed):
-    """Two passes under ``no_sync`` and one that DDP synchronises; returns the gradients."""
+    """Two passes under ``no_sync`` and one that DDP synchronizes; returns the gradients."""
     model, optimizer = ready(level)
     wrapped = DistributedDataParallel(model)
     for i in range(3):

@@ -177,7 +177,7 @@ def test_weights_beside_the_tree_are_cast_too(make, level, dtype):
 # What enters and leaves
 
 
-class Normalise(nn.Module):
+class Normalize(nn.Module):
     def __init__(self):
         super().__init__()
         self.mean, self.scale = nn.Parameter(torch.tensor(1000.0)), nn.Parameter(torch.tensor(5.0))
@@ -204,9 +204,9 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("how", ["plain", "dict", "keyword", "sequence", "computed"])
 def test_a_kept_module_is_given_the_very_input(how, level, dtype):
-    norm, x = Normalise(), 1000 + 5 * torch.randn(64, 4)
+    norm, x = Normalize(), 1000 + 5 * torch.randn(64, 4)
     net = Wrapped(nn.Sequential(nn.Identity(), norm) if how == "sequence" else norm, how)
-    net, _ = initialized(net, level, dtype=dtype, keep_fp32_modules=[Normalise])
+    net, _ = initialized(net, level, dtype=dtype, keep_fp32_modules=[Normalize])
     out = net({"x": x}) if how == "dict" else net(batch=x) if how == "keyword" else net(x)
     exact = x if how != "computed" else x.to(dtype).float()  # the network computed it
     assert torch.equal(norm.given, exact)

@@ -170,7 +170,7 @@ MOST_LINES = 10  # of modules whose test has another name
 
 def lines_of_the_readme():
     """The lines of tests/README.md: the modules of each, and the files that test them."""
-    table = re.search(r"\| Behaviour \|.*?\n\n", (TESTS / "README.md").read_text() + "\n\n", re.DOTALL).group()
+    table = re.search(r"\| Behavior \|.*?\n\n", (TESTS / "README.md").read_text() + "\n\n", re.DOTALL).group()
     for line in table.strip().splitlines()[2:]:
         _, modules, files = (re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|"))
         yield modules, files

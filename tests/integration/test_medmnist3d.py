@@ -161,8 +161,8 @@ def test_a_file_of_another_form_is_refused(volumes, tmp_path, name, spoil, posit
     with np.load(volumes) as file:
         arrays = dict(file)
     array = arrays.pop(name)
-    np.savez(tmp_path / "spoilt.npz", **arrays, **({name: spoil(array)} if spoil else {}))
-    data = Volumes(str(tmp_path / "spoilt.npz"), positive=positive)
+    np.savez(tmp_path / "spoiled.npz", **arrays, **({name: spoil(array)} if spoil else {}))
+    data = Volumes(str(tmp_path / "spoiled.npz"), positive=positive)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         data.setup("fit")
         assert data.pos_weight == 1.5

@@ -22,7 +22,7 @@ def low_scale(level, dtype):
 
 
 class Sam(Optimizer):
-    """Sharpness-aware minimisation (Foret et al., 2021) around SGD, in two calls."""
+    """Sharpness-aware minimization (Foret et al., 2021) around SGD, in two calls."""
 
     def __init__(self, params):
         super().__init__(params, {})

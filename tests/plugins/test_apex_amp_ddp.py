@@ -97,7 +97,7 @@ class Accumulating(Net):
 
 
 class Spiking(Accumulating):
-    """An overflow of one rank in a pass that is not synchronised; the step of its window is left out."""
+    """An overflow of one rank in a pass that is not synchronized; the step of its window is left out."""
 
     def loss(self, batch):
         is_spike = self.current_epoch == 0 and self.trainer.fit_loop.batch_idx == 4

@@ -126,7 +126,7 @@ class RandomAffine(_Resampled):
     Args:
         degrees: Range of the angles in degrees; in 3D there are three, about each axis of space in turn.
         scale: Range of the zoom factor, above 0; above 1 enlarges the content.
-        shear: Range of the angles in degrees by which each axis is sheared towards each other axis.
+        shear: Range of the angles in degrees by which each axis is sheared toward each other axis.
         translate: Range of the shift along each axis, as a fraction of its size.
         p: Probability that a sample is changed, from 0 to 1.
         padding_mode: Values outside the image: ``"zeros"``, ``"border"`` or ``"reflection"``.

@@ -46,7 +46,7 @@ class ImageFolder:
         ratio: Smallest and largest aspect ratio (width / height) of the training window.
         mirror: Whether to mirror training images with probability 0.5.
         shuffle: Whether to shuffle the images in each epoch. Default: the value of ``train``.
-        labelled: ``False`` reads all images below ``root`` without labels.
+        labeled: ``False`` reads all images below ``root`` without labels.
         classes: Class names in the order of their labels. Default: the sorted subfolders. Pass the classes of the
             training set if some may be missing here.
         index: Whether to append the position of each image in ``files`` as the last output.
@@ -80,12 +80,12 @@ class ImageFolder:
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
         mirror: bool = True,
         shuffle: bool | None = None,
-        labelled: bool = True,
+        labeled: bool = True,
         classes: Sequence[str] | None = None,
         index: bool = False,
     ) -> None:
         shuffle = train if shuffle is None else shuffle
-        check_switches(train=train, channels_last=channels_last, mirror=mirror, labelled=labelled)
+        check_switches(train=train, channels_last=channels_last, mirror=mirror, labeled=labeled)
         check_switches(shuffle=shuffle, index=index)
         expect(is_whole(size, 1), "size", size, "an integer of at least 1")
         resize = round(size * 256 / 224) if resize is None else resize
@@ -108,11 +108,11 @@ class ImageFolder:
         self.classes = ()
         files = list_files(root, SUFFIXES)
         labels = None
-        if labelled:
+        if labeled:
             self.classes, files, labels = find_classes(Path(root), SUFFIXES, classes)
         self.files = tuple(map(str, files))
         self.labels = labels and np.asarray(labels, dtype=np.int64)
-        what = f"a folder with images ({', '.join(SUFFIXES)}), in one subfolder per class unless labelled=False"
+        what = f"a folder with images ({', '.join(SUFFIXES)}), in one subfolder per class unless labeled=False"
         expect(files, "root", str(root), what)
 
     def name_broken(self) -> str:

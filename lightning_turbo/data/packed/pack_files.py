@@ -22,7 +22,7 @@ from lightning_turbo.data.packed.volumes import read_volume, warn_of_two_affines
 __all__ = ["pack_folder"]
 
 READERS = {"images": "PIL", "NIfTI files": "nibabel"}
-GREY = ("1", "L", "LA", "La")
+GRAY = ("1", "L", "LA", "La")
 BESIDE = ("affine", "spacing", "files")  # fields that are only read if ``keys`` names them
 
 Row = dict[str, Any]
@@ -129,7 +129,7 @@ def pack_folder(
         read: Callable[..., Row] = partial(_read_image, mode=_find_mode(files, mode), size=size)
     else:
         layout = find_volumes(source, files, labels, modalities, classes, allow_missing=skip_broken)
-        read = partial(read_volume, labelled=layout.masks is not None, spacing=spacing, size=size)
+        read = partial(read_volume, labeled=layout.masks is not None, spacing=spacing, size=size)
     paths = [path for path in itertools.chain(*layout.volumes, layout.masks or ()) if path is not None]
     if kind == "NIfTI files":
         warn_of_two_affines(paths)
@@ -231,7 +231,7 @@ def _is_grey(path: Path) -> bool:
     from PIL import Image
 
     with contextlib.suppress(Exception), Image.open(path) as image:  # Pillow raises many kinds of errors
-        return image.mode in GREY or image.mode[0] in "IF"
+        return image.mode in GRAY or image.mode[0] in "IF"
     return True
 
 

@@ -26,7 +26,7 @@ def read_volume(
     paths: Sequence[Path | None],
     mask: Path | None,
     *,
-    labelled: bool,
+    labeled: bool,
     spacing: Sequence[float] | None,
     size: Sequence[int] | None,
 ) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def read_volume(
     Args:
         paths: The files of its channels.
         mask: The label volume.
-        labelled: Whether a label volume is required.
+        labeled: Whether a label volume is required.
         spacing: Voxel spacing in millimeters to resample to, or ``None``.
         size: Size to crop or pad to, or ``None``.
     """
-    row, affine = _read_files(paths, mask, labelled=labelled)
+    row, affine = _read_files(paths, mask, labeled=labeled)
     shape = row["volumes"].shape
     changed = size is not None or spacing is not None
     expect(len(shape) >= 3 or not changed, "volume", shape, "3 axes, to resample, crop or pad it")
@@ -52,10 +52,10 @@ def read_volume(
     return row
 
 
-def _read_files(paths: Sequence[Path | None], mask: Path | None, *, labelled: bool) -> tuple[dict[str, Any], Any]:
+def _read_files(paths: Sequence[Path | None], mask: Path | None, *, labeled: bool) -> tuple[dict[str, Any], Any]:
     """Return the volume, the label volume, and their affine."""
     missing = [f"channel {number}" for number, path in enumerate(paths) if path is None]
-    missing += ["label volume"] if labelled and mask is None else []
+    missing += ["label volume"] if labeled and mask is None else []
     what = "the files of all channels and of the label volume"
     expect(not missing, "files", f"none of {' and '.join(missing)}", what, FileNotFoundError)
     first, *others = [path for path in paths if path is not None]

@@ -52,8 +52,8 @@ def test_drawn_numbers_are_distributed_as_they_say_and_independent():
     unit = torch.stack(columns)
     assert (unit.mean(1) - 0.5).abs().max() < 5 * math.sqrt(1 / 12 / count)
     assert ((unit.sort(1).values - torch.linspace(0, 1, count)).abs().max() * math.sqrt(count)) < 2.2  # Kolmogorov
-    neighbours = torch.cat([unit, unit.roll(1, 1)])
-    correlation = torch.corrcoef(neighbours) - torch.eye(len(neighbours))
+    neighbors = torch.cat([unit, unit.roll(1, 1)])
+    correlation = torch.corrcoef(neighbors) - torch.eye(len(neighbors))
     assert correlation.abs().max() < 5 / math.sqrt(count)
     draws = draws_of(0, 0, range(count), 1)[0]
     assert abs(len(draws.rows(0.3)) / count - 0.3) < 5 * math.sqrt(0.21 / count)

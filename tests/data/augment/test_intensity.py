@@ -55,7 +55,7 @@ def test_intensities_equal_monais(ours, values, theirs, part, space):
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_normalised_intensities_equal_monais(space):
+def test_normalized_intensities_equal_monais(space):
     batch = images(2, space)
     batch[1, 1] = 3.0
     got = augment.NormalizeIntensity().change(batch)

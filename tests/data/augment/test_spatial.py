@@ -86,19 +86,19 @@ def test_affine_equals_monais(space, padding_mode):
 def test_elastic_samples_where_monai_does(space):
     axes, transform = len(space), augment.RandomElastic()
     points = 4 * torch.rand(2, axes, *[7] * axes, generator=torch.Generator().manual_seed(0)) - 2
-    voxels = transform.source(points, space)  # from the centre, as MONAI counts
+    voxels = transform.source(points, space)  # from the center, as MONAI counts
     parts = Parts([images(2, space)], [], None)
     transform.resample(parts, torch.arange(2), voxels)
     for row in range(2):
         theirs = monai.Resample(padding_mode="zeros")(images(2, space)[row], voxels[row])
         torch.testing.assert_close(parts.images[0][row], theirs.as_tensor(), atol=2e-5, rtol=0)
-    centres = torch.stack(torch.meshgrid(*[torch.arange(s) - (s - 1) / 2 for s in space], indexing="ij"))
-    moved = voxels - centres
+    centers = torch.stack(torch.meshgrid(*[torch.arange(s) - (s - 1) / 2 for s in space], indexing="ij"))
+    moved = voxels - centers
     assert 0.5 < moved.abs().max() <= points.abs().max()
     steps = [moved.diff(dim=axis).abs().max() for axis in range(2, axes + 2)]
-    assert max(steps) < 2 * 4 / 2  # smooth: neighbours move alike
+    assert max(steps) < 2 * 4 / 2  # smooth: neighbors move alike
     still = transform.source(torch.full_like(points, 1.5), space)  # the weights of a spline sum to 1
-    torch.testing.assert_close(still - centres, torch.full_like(moved, 1.5))
+    torch.testing.assert_close(still - centers, torch.full_like(moved, 1.5))
 
 
 @pytest.mark.parametrize("space", SPACES)

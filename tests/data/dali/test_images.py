@@ -28,7 +28,7 @@ def batches(recipe, batch_size=4):
 
 
 def reference(path, size, resize):
-    """Shorter side to ``resize``, centre crop of ``size``, values 0 to 255, by Pillow."""
+    """Shorter side to ``resize``, center crop of ``size``, values 0 to 255, by Pillow."""
     image = Image.open(path).convert("RGB")
     width, height = image.size
     scale = resize / min(width, height)
@@ -43,15 +43,15 @@ def test_evaluation_equals_pillow(photos):
     recipe = ImageFolder(photos, train=False, size=48, resize=56)
     assert recipe.classes == CLASSES
     assert recipe.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
-    unlabelled = ImageFolder(photos, train=False, size=48, resize=56, labelled=False)
-    assert torch.equal(batches(unlabelled)[0], batches(recipe)[0][0])  # a single output is the tensor itself
+    unlabeled = ImageFolder(photos, train=False, size=48, resize=56, labeled=False)
+    assert torch.equal(batches(unlabeled)[0], batches(recipe)[0][0])  # a single output is the tensor itself
     got = torch.cat([images for images, _ in batches(recipe, 5)])
     mean, std = (np.array(v, dtype=np.float32) * 255 for v in (IMAGENET_MEAN, IMAGENET_STD))
     for image, file in zip(got, recipe.files, strict=True):
         pixels = image.permute(1, 2, 0).numpy() * std + mean
         difference = np.abs(pixels - reference(file, 48, 56))
         # Both decode to the same pixels. Pillow rounds to whole levels after each of its two passes, DALI once at the
-        # end: one level of 255, and float32's rounding of the normalisation.
+        # end: one level of 255, and float32's rounding of the normalization.
         assert difference.max() < 1.01, file
         assert difference.mean() < 0.3, file
 
@@ -79,7 +79,7 @@ def test_windows_have_the_area_and_ratio_of_the_arguments(tmp_path):
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_layout_dtype_and_uint8_normalised_later(photos, train, channels_last, dtype):
+def test_layout_dtype_and_uint8_normalized_later(photos, train, channels_last, dtype):
     settings = {"train": train, "size": 32, "channels_last": channels_last}
     images, labels = batches(ImageFolder(photos, dtype=dtype, **settings))[0]
     assert (images.shape, images.dtype, labels.shape, labels.dtype) == ((4, 3, 32, 32), dtype, (4,), torch.int64)
@@ -90,7 +90,7 @@ def test_layout_dtype_and_uint8_normalised_later(photos, train, channels_last, d
     assert pixels.dtype == torch.uint8
     assert pixels.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(labels, same)
-    # The float pipeline normalises the same rounded pixels; only the rounding of the operations differs.
+    # The float pipeline normalizes the same rounded pixels; only the rounding of the operations differs.
     atol = 2e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(small.normalizer(dtype)(pixels), images, atol=atol, rtol=0, check_stride=False)
 
@@ -104,7 +104,7 @@ def test_what_a_folder_may_hold(tmp_path):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
     with pytest.raises(ValueError, match=r"expected a folder with images \(.jpg, .jpeg, .png\), in one subfolder"):
         ImageFolder(tmp_path, train=True)
-    assert len(ImageFolder(tmp_path, train=False, labelled=False).files) == 1
+    assert len(ImageFolder(tmp_path, train=False, labeled=False).files) == 1
     (tmp_path / ".thumbs").rename(tmp_path / "full")
     assert ImageFolder(tmp_path, train=True, classes=["hollow", "full"]).labels.tolist() == [1]
 

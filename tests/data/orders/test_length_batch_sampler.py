@@ -39,7 +39,7 @@ def test_each_sample_is_in_one_batch_and_all_ranks_have_as_many_batches(ranks, l
             assert max(costs(own, lengths, multiple)) <= limits.get("max_cost", 40 * number)
 
 
-def test_a_batch_holds_neighbours_in_length_and_a_step_has_like_costs():
+def test_a_batch_holds_neighbors_in_length_and_a_step_has_like_costs():
     lengths = torch.randint(1, 500, (2000,)).tolist()
     batches = draw(4, lengths, batch_size=10)
     for own in batches:

@@ -77,7 +77,7 @@ def test_the_same_statistics_after_an_interruption(tmp_path):
 
 
 @pytest.mark.parametrize("space", [(4, 5), (4, 5, 3)])
-def test_images_are_normalised_by_statistics_of_the_dataset(space):
+def test_images_are_normalized_by_statistics_of_the_dataset(space):
     statistics = [
         {"mean": 2.0, "std": 4.0, "percentile_00_5": -1.0, "percentile_99_5": 6.0, "max": 9.0},
         {"mean": -3.0, "std": 0.0, "percentile_00_5": -4.0, "percentile_99_5": -2.0},

@@ -25,8 +25,8 @@ def write(tmp_path):
 def contents(folder):
     """The numbers of each sample's channels and label volume, by the name of its first file."""
     found = json.loads((folder / "packed.json").read_text())
-    labelled = found["foreground"] is not None
-    data = PackedDataset(folder, keys=("files", "volumes", *(["labels"] if labelled else [])))
+    labeled = found["foreground"] is not None
+    data = PackedDataset(folder, keys=("files", "volumes", *(["labels"] if labeled else [])))
     rows = {}
     for name, volume, *label in (data[n] for n in range(len(data))):
         channels = volume.reshape(-1, 24)[:, 0].tolist()

@@ -78,23 +78,23 @@ def test_a_label_means_the_same_class_whatever_is_missing(images, tmp_path):
         pack_folder(root, tmp_path / "other", classes=["cat"])
 
 
-def palette(grey=False):
+def palette(gray=False):
     pixels = np.zeros((6, 8, 3), np.uint8)
-    pixels[:, :4], pixels[:, 4:] = ((60, 60, 60), (200, 200, 200)) if grey else ((255, 0, 0), (0, 0, 255))
+    pixels[:, :4], pixels[:, 4:] = ((60, 60, 60), (200, 200, 200)) if gray else ((255, 0, 0), (0, 0, 255))
     return Image.fromarray(pixels)
 
 
 KINDS = {
-    "grey": Image.new("L", (8, 6), 77),
-    "grey with transparency": Image.new("LA", (8, 6), (77, 9)),
+    "gray": Image.new("L", (8, 6), 77),
+    "gray with transparency": Image.new("LA", (8, 6), (77, 9)),
     "bits": Image.new("1", (8, 6), 1),
     "palette": palette().quantize(4),
-    "grey palette": palette(grey=True).quantize(4),
+    "gray palette": palette(gray=True).quantize(4),
     "colors": palette(),
     "colors with transparency": palette().convert("RGBA"),
 }
-GREY = ("grey", "grey with transparency", "bits")
-MIXES = [GREY, ("palette",), ("grey palette",), ("colors with transparency",), ("grey", "colors", "palette")]
+GRAY = ("gray", "gray with transparency", "bits")
+MIXES = [GRAY, ("palette",), ("gray palette",), ("colors with transparency",), ("gray", "colors", "palette")]
 
 
 @pytest.mark.parametrize("mode", [None, "RGB", "L"])
@@ -104,7 +104,7 @@ def test_every_kind_of_image_keeps_its_colors(tmp_path, kinds, mode):
     for n, kind in enumerate(kinds):
         KINDS[kind].save(tmp_path / "in" / f"{n}.png")
     dataset = packed(tmp_path / "in", tmp_path / "out", mode=mode)
-    expected = mode or ("L" if all(kind in GREY for kind in kinds) else "RGB")
+    expected = mode or ("L" if all(kind in GRAY for kind in kinds) else "RGB")
     for n, kind in enumerate(kinds):
         pixels = np.asarray(KINDS[kind].convert(expected))
         assert np.array_equal(dataset[n].numpy(), pixels[None] if expected == "L" else pixels.transpose(2, 0, 1)), kind

@@ -94,17 +94,17 @@ def test_the_batch_that_is_read_at_once_is_that_of_its_samples(plain):
     ("foreground", "shares"), [(0.4, {1: 0.2, 2: 0.2}), ({2: 0.5}, {2: 0.5}), (1, {1: 0.5, 2: 0.5})]
 )
 def test_shares_of_foreground(tmp_path, foreground, shares):
-    """One voxel of each class in a scan so large that another patch has it in its centre once in 10,000 times."""
+    """One voxel of each class in a scan so large that another patch has it in its center once in 10,000 times."""
     label = np.zeros((1, 30, 30, 30), np.int64)
     label[0, 10, 12, 14], label[0, 20, 8, 5] = 1, 2
     pack([{"label": label}], tmp_path / "out", foreground="label")
     number = 600
     data = PatchDataset(tmp_path / "out", (5, 5, 5), per_scan=number, foreground=foreground)
     torch.manual_seed(1)
-    centres = torch.stack([data[n]["label"][0, 2, 2, 2] for n in range(number)])
+    centers = torch.stack([data[n]["label"][0, 2, 2, 2] for n in range(number)])
     for each in (1, 2):
         share = shares.get(each, 0)
-        assert abs((centres == each).sum() - share * number) <= 3.5 * math.sqrt(share * (1 - share) * number) + 1
+        assert abs((centers == each).sum() - share * number) <= 3.5 * math.sqrt(share * (1 - share) * number) + 1
 
 
 def test_foreground_at_the_border_and_scans_without_it(plain):

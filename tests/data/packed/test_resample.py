@@ -80,7 +80,7 @@ def test_a_size_counts_voxels_of_the_new_spacing(nifti, tmp_path):
     volume, affine = PackedDataset(tmp_path / "out", keys=("volumes", "affine"))[0]
     assert volume.shape == (21, 8, 5)
     assert affine.diagonal().tolist() == [0.5, 1, 2, 1]
-    assert affine[:3, 3].tolist() == [-0.5, 1, 0]  # its 19 x 10 x 5 voxels, padded and cut about their centre
+    assert affine[:3, 3].tolist() == [-0.5, 1, 0]  # its 19 x 10 x 5 voxels, padded and cut about their center
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan")])
