@@ -1,13 +1,17 @@
-"""Benchmarks: every statement about speed or memory, beside other libraries, from one command in a clone.
+"""Benchmarks: every statement about speed or memory can be measured again with one command in a clone.
 
-``python -m benchmarks NAME`` measures one suite; ``python -m benchmarks --help`` shows the names.
+``python -m benchmarks NAME`` measures one suite; ``python -m benchmarks --help`` lists the names.
 
-- ``suite``: cases, aims and suites, which are tables of plain values, and the timer that a case is given.
-- ``precision``, ``overhead``, ``memory``, ``loaders``, ``augment``, ``prefetch``, ``gpu``: the tables.
-- ``work``, ``peers``: the networks, data and loops that cases share; other libraries' loops and loaders.
-- ``runner``, ``worker``: the one runner, whose processes run interleaved rounds, and the inside of such a process.
-- ``report``, ``figures``: the one report, and its medians and ratios.
-- ``resume``, ``stops``, ``charts``: samples that a stop repeats or loses, and pictures of the stored pages.
-- ``answers``, ``public``: what ``tune`` finds of scripts whose answer is known, and of public ones; ``offline`` runs
-  these without network, ``words`` writes a text for one.
+- ``suite``: the classes ``Case``, ``Aim`` and ``Suite``, and the ``CaseTimer`` that each case receives.
+- ``precision``, ``overhead``, ``memory``, ``saves``, ``groups``, ``loaders``, ``loading``, ``augment``, ``patches``,
+  ``prefetch``, ``lengths``, ``gpu``: the suites.
+- ``work``, ``training``, ``peers``: networks, data and training loops that cases share: of plain PyTorch, of Lightning,
+  and of other libraries.
+- ``runner``, ``worker``, ``forks``: the runner measures processes in interleaved rounds; a worker is one such process.
+- ``report``, ``figures``: the report, and its medians and ratios.
+- ``resume``, ``stops``: which samples a run repeats or loses when it is stopped.
+- ``networks``: networks of other packages at each level.
+- ``charts``: the pictures of the stored pages.
+- ``answers``, ``public``: what ``tune`` recommends for scripts whose answer is known, and for public scripts.
+  ``offline`` runs the latter without network, and ``words`` writes the text that one of them reads.
 """

@@ -1,7 +1,8 @@
-"""``python -m benchmarks answers``: tune the scripts of ``examples/tune``, and say which answers were found.
+"""``python -m benchmarks answers``: does ``tune`` find the known answer of each script in ``examples/tune``?
 
-Each script was made so that its answer is known. The table goes to standard output; the exit status is 1 if a run does
-not find what helps, recommends what does not, or tries what it should not. ``--runs`` repeats it.
+Each script is written so that it is known which settings help. The table is printed to standard output. The exit status
+is 1 if a run does not find a setting that helps, recommends one that does not help, or measures one that it should have
+ruled out. ``--runs`` repeats each script.
 """
 
 from __future__ import annotations
@@ -30,23 +31,29 @@ PRECISION = ("bf16-mixed", "O1", "O2")
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of a script, as patterns of candidates: one of ``wanted`` is chosen, none of ``unwanted``."""
+    """The known answer of a script, as patterns of candidates.
+
+    Attributes:
+        wanted: At least one of these must be chosen.
+        unwanted: None of these may be chosen.
+        reasons: Pattern -> part of the reason that ``tune`` must give for these candidates, unless its time was up.
+    """
 
     wanted: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
-    ends: Mapping[str, str] = field(default_factory=dict)  # pattern -> part of how it ends, unless the time was over
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def differs(self, results: Mapping[str, Any]) -> str:
-        """Return how the results of a run differ from it; an empty text if they do not."""
-        chosen, ends = results["chosen"]["settings"], {each["name"]: each["why"] for each in results["candidates"]}
+        """Return how the results of a run differ from the answer, or an empty string if they agree."""
+        chosen, reasons = results["chosen"]["settings"], {each["name"]: each["why"] for each in results["candidates"]}
         if self.wanted and not _matching(chosen, self.wanted):
             return f"expected one of {', '.join(self.wanted)}"
         if wrong := _matching(chosen, self.unwanted):
             return f"{', '.join(wrong)} does not help here"
-        for pattern, end in self.ends.items():
-            for name in _matching(ends, (pattern,)):
-                if end not in ends[name] and "the time" not in ends[name]:
-                    return f"{name}: {ends[name]}; expected: {end}"
+        for pattern, reason in self.reasons.items():
+            for name in _matching(reasons, (pattern,)):
+                if reason not in reasons[name] and "the time" not in reasons[name]:
+                    return f"{name}: {reasons[name]}; expected: {reason}"
         return ""
 
 
@@ -54,14 +61,16 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-HALF_PAYS = bool(computes_in_bfloat16())
+HAS_BFLOAT16 = bool(computes_in_bfloat16())
 ANSWERS = {
     "disk": Answer(("prefetch-threads", "workers-2*"), PRECISION),
     "jpegs": Answer(LOADERS, PRECISION),
     "toy": Answer(("lean",)),
-    "volumes": Answer((*(PRECISION if HALF_PAYS else ()), "compile", "channels-last"), () if HALF_PAYS else PRECISION),
+    "volumes": Answer(
+        (*(PRECISION if HAS_BFLOAT16 else ()), "compile", "channels-last"), () if HAS_BFLOAT16 else PRECISION
+    ),
     "biased": Answer(("no-bias",)),
-    "scans": Answer(LOADERS, () if HALF_PAYS else PRECISION),
+    "scans": Answer(LOADERS, () if HAS_BFLOAT16 else PRECISION),
     "double": Answer(("prefetch-threads", "workers-2*"), PRECISION, dict.fromkeys(PRECISION, "weights are float64")),
     "untraceable": Answer(("fused",), ("no-bias",), {"no-bias": "cannot trace this network"}),
     "rivals": Answer(("workers-*",), ("prefetch*",), {"prefetch-threads": "no better than workers-"}),
@@ -70,38 +79,40 @@ ANSWERS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line, tune, and return 1 where an answer was not found."""
+    """Tune the scripts, and return 1 if an answer was not found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks answers", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each run (default: 2)")
-    parser.add_argument("--runs", type=int, default=1, help="of each script (default: 1)")
-    parser.add_argument("--page", type=Path, help="write the table to this file, too")
-    parser.add_argument("--only", nargs="+", choices=sorted(ANSWERS), default=list(ANSWERS), help="scripts")
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    asked = parser.parse_args(words)
+    parser.add_argument("--minutes", type=float, default=2.0, help="time limit of each run (default: 2)")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each script (default: 1)")
+    parser.add_argument("--page", type=Path, help="also write the table to this file")
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted(ANSWERS), default=list(ANSWERS), help="scripts (default: all)"
+    )
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(arguments)
     rows, missed = [], 0
-    for name in (name for name in asked.only for _ in range(asked.runs)):
+    for name in (name for name in options.only for _ in range(options.runs)):
         with tempfile.TemporaryDirectory() as folder:
             script = SCRIPTS / f"{name}.py"
-            settings = TuneSettings(program=str(script), minutes=asked.minutes, out=Path(folder))
+            settings = TuneSettings(program=str(script), minutes=options.minutes, out=Path(folder))
             if run_tune(settings, io.StringIO()) != 0:
-                break  # by Ctrl-C
+                break  # stopped by Ctrl-C
             results = json.loads((Path(folder) / "tune.json").read_text())
         differs = ANSWERS[name].differs(results)
         missed += bool(differs)
-        step = results["default"]["step_ms"]  # not known where the time was over before
+        step = results["default"]["step_ms"]  # None if the time was up before it was measured
         rows.append([f"`{name}.py`", "" if step is None else f"{step:.3g}", results["verdict"], differs or "found"])
-        print_lines(" | ".join(rows[-1]))  # what is known is not lost
+        print_lines(" | ".join(rows[-1]))  # now, so that Ctrl-C does not lose it
     facts = describe_machine("cpu")
     lines = [
-        "# Answers that tune found\n",
-        f"{len(rows) - missed} of {len(rows)} runs found what is known of their script (`examples/tune/README.md`).\n",
-        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m benchmarks answers {shlex.join(words)}`.",
+        "# Known answers that tune found\n",
+        f"{len(rows) - missed} of {len(rows)} runs found the known answer of the script (`examples/tune/README.md`).\n",
+        f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m benchmarks answers {shlex.join(arguments)}`.",
         f"{facts['processor']}, {facts['cores']} cores, torch {facts['versions']['torch']}.\n",
         *markdown_table(["Script", "Step, ms", "Verdict", "Answer"], rows),
     ]
     print_lines("", *lines)
-    if asked.page is not None:
-        asked.page.write_text("\n".join(lines) + "\n")
+    if options.page is not None:
+        options.page.write_text("\n".join(lines) + "\n")
     return 1 if missed else 0
 
 

@@ -1,4 +1,4 @@
-"""The suites ``augment``, volumes with masks beside MONAI, and ``transforms``, each transform beside others."""
+"""The suites ``augment`` (volumes with masks, compared with MONAI) and ``transforms`` (single transforms)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DEGREES, SCALE, STD, GAMMA = 15.0, (0.8, 1.25), (0.0, 0.1), (0.7, 1.5)
 
 
 def _batch(timer: CaseTimer) -> tuple[Tensor, Tensor]:
-    """Volumes and masks on the CPU; small ones if quick."""
+    """Return volumes and masks on the CPU, small ones if ``timer.quick``."""
     generator, size = torch.Generator().manual_seed(timer.seed), 32 if timer.quick else SIZE
     volumes = torch.rand(BATCH, 1, size, size, size, generator=generator)
     return volumes, (volumes * 4).floor()
 
 
 def ours(timer: CaseTimer) -> dict[str, float]:
-    """A ``BatchAugmentation`` on the timer's device, to which each batch is copied."""
+    """Copy each batch to the device and augment it there with ``BatchAugmentation``."""
     steps = [
         augment.RandomAffine(DEGREES, SCALE),
         augment.RandomFlip(),
@@ -45,13 +45,13 @@ def ours(timer: CaseTimer) -> dict[str, float]:
 
 
 def monai(timer: CaseTimer) -> dict[str, float]:
-    """MONAI's transforms on the CPU, one sample after another; the batch is then copied to the timer's device."""
+    """Transform sample by sample on the CPU with MONAI, and copy the batch to the device."""
     from monai import transforms
     from monai.data import set_track_meta
 
-    set_track_meta(False)  # as fast as it can be
+    set_track_meta(False)  # MONAI is faster without metadata
     keys, angle = ("image", "mask"), math.radians(DEGREES)
-    # MONAI's scale is where voxels are taken from: 1 over ours.
+    # MONAI scales the sampling grid, we scale the image: its factor is the inverse of ours.
     steps = transforms.Compose([
         transforms.RandAffined(
             keys, prob=1.0, rotate_range=(angle,) * 3, scale_range=((1 / SCALE[1] - 1, 1 / SCALE[0] - 1),) * 3,
@@ -75,7 +75,7 @@ MONAI, OURS = "MONAI, sample by sample", "BatchAugmentation"
 SUITE = Suite(
     name="augment",
     about=f"A batch of {BATCH} volumes of {SIZE} x {SIZE} x {SIZE} with masks: rotation and scale, flips along each "
-    "axis, noise, and gamma. MONAI computes on the CPU, and copies the batch to the device.",
+    "axis, noise, and gamma. MONAI computes on the CPU and copies the batch to the device.",
     cases=[
         Case(name=MONAI, run=monai, needs=("monai",), kind="peer"),
         Case(name=OURS, run=ours, kind="ours"),
@@ -107,7 +107,7 @@ def _monai(name: str, **settings: Any) -> Change:
 
 
 def _torchvision(name: str, *values: Any, **settings: Any) -> Change:
-    """Sample by sample, as it draws one number a call, and stacked."""
+    """Transform sample by sample, because torchvision draws one random number per call, and stack the results."""
     transform = getattr(importlib.import_module("torchvision.transforms.v2"), name)(*values, **settings)
     return lambda batch: torch.stack([transform(sample) for sample in batch])
 
@@ -116,7 +116,7 @@ def _kornia(name: str, *values: Any, **settings: Any) -> Change:
     return getattr(importlib.import_module("kornia.augmentation"), name)(*values, p=1.0, **settings)
 
 
-# What of each package does the same to a batch, in two and in three dimensions; widths of filters are equal.
+# The same transforms of each package, for images and volumes; the filters have equal widths.
 OWN: dict[str, Callable[[int], Change]] = {
     "affine": lambda axes: _own(augment.RandomAffine(ANGLE, (0.8, 1.25))),
     "blur": lambda axes: _own(augment.RandomGaussianBlur((0.5, SIGMA), p=1.0)),
@@ -176,7 +176,7 @@ def _cropped_by_monai(size: tuple[int, ...]) -> Change:
 
 
 def one_transform(timer: CaseTimer, *, name: str, by: str, axes: int) -> dict[str, float]:
-    """One transform of a batch of images or volumes on the timer's device; all end in a stacked batch."""
+    """Apply one transform to a batch of images or volumes on the device. The result is one stacked batch."""
     shape = IMAGES if axes == 2 else VOLUMES
     batch = torch.rand(shape, generator=torch.Generator().manual_seed(timer.seed)).to(timer.device)
     change = batch.__class__.clone if by == "clone" else (OWN[name] if by == "ours" else PEERS[by][name])(axes)
@@ -218,8 +218,8 @@ def _aims() -> Iterator[Aim]:
 
 TRANSFORMS = Suite(
     name="transforms",
-    about="One transform, of 16 images of 3 x 224 x 224 or 4 volumes of 64 x 64 x 64, ending in a stacked batch. "
-    "Filters are 9 voxels wide; torchvision's contrast is about the mean of the grey image and clips at 0 and 1.",
+    about="One transform of 16 images of 3 x 224 x 224 or 4 volumes of 64 x 64 x 64, stacked to a batch. Filters are 9 "
+    "voxels wide. torchvision changes contrast around the mean of the gray image and clips to [0, 1].",
     cases=list(_transforms()),
     aims=list(_aims()),
     quick=("2D, contrast: MONAI", "2D, contrast: BatchAugmentation"),

@@ -1,7 +1,7 @@
-"""``python -m benchmarks charts``: draws the pictures of the stored pages again, from the tables that the pages hold.
+"""``python -m benchmarks charts``: draw the pictures of the stored pages again, from the tables in the pages.
 
-A chart has one message, its title, which is the text of the picture in the page too. Its factor is that of the page's
-own words and tables; the bars bear the values.
+A chart has one message: its title, which is also the alternative text of the picture in the page. The bars are labeled
+with their values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_turbo.measure import Bar, draw_bars, print_lines, three_digits
 __all__ = ["CHARTS", "Chart", "main", "read_bars"]
 
 PAGES = Path(__file__).parents[1] / "docs" / "benchmarks"
-# Unit of a column -> the next larger one, in which a thousand or more are shown.
+# Unit of a column -> the next larger unit, which is used if all values are 1000 or more.
 LARGER = {"us": "ms", "ms": "s"}
 
 
@@ -28,14 +28,14 @@ class Chart:
     """One picture of a stored page.
 
     Args:
-        page: The page, without its ending.
-        bars: The first cell of each row, with the name that the picture gives it, or "" for that cell.
-        ours: The rows among them that show this package.
-        peers: The rows that show other libraries than PyTorch and Lightning.
-        column: Of the tables; the values that are drawn.
-        label: Of the axis; the column's name by default.
-        inverted: Whether a bar shows how many times as fast its row is, for a column of ratios; the fastest first.
-        part: What the picture's file adds to the page's name, where a page has several.
+        page: Name of the page without ``.md``.
+        bars: First cell of each row to draw -> name of its bar, or "" for the text of the cell.
+        ours: The rows of this package.
+        peers: The rows of libraries other than PyTorch and Lightning.
+        column: Column of the tables with the values to draw.
+        label: Label of the axis; by default, the name of the column.
+        inverted: For a column of ratios: whether to draw the inverse ("times as fast"), with the fastest row first.
+        part: Suffix of the file name, for a page with several pictures.
     """
 
     page: str
@@ -49,7 +49,7 @@ class Chart:
 
     @property
     def picture(self) -> str:
-        """The name of the picture file."""
+        """File name of the picture."""
         return f"{self.page}{self.part}.png"
 
 
@@ -61,7 +61,7 @@ def _prefetch(page: str) -> Chart:
     load = "free step, even compute load x1, 0 workers: "
     names = "bound", "DataLoader", "BackgroundGenerator", "PrefetchLoader"
     labels = "the longer of step and load alone", "DataLoader", "prefetch_generator's thread", "PrefetchLoader"
-    bars = {load + name: said for name, said in zip(names, labels, strict=True)}
+    bars = {load + name: label for name, label in zip(names, labels, strict=True)}
     return Chart(page, bars, (f"{load}PrefetchLoader",), (f"{load}BackgroundGenerator",))
 
 
@@ -160,23 +160,26 @@ CHARTS = (
 
 
 def title_of(chart: Chart) -> str:
-    """Return the message of a chart: the alternative text of its picture in the page."""
+    """Return the title of a chart: the alternative text of its picture in the page."""
     page = PAGES / f"{chart.page}.md"
     found = re.search(rf"!\[([^\]]+)\]\({re.escape(chart.picture)}\)", page.read_text(encoding="utf-8"))
     if not found:
-        raise BenchError(f"expected ![its message]({chart.picture}) in {str(page)!r}, got none. Add it.")
+        raise BenchError(f"expected ![title]({chart.picture}) in {str(page)!r}, got none. Add it.")
     return found[1]
 
 
 def read_bars(chart: Chart, text: str) -> list[tuple[str, float, float, float]]:
-    """Return row, value and the ends of its spread for each bar, from the tables of a page.
+    """Read the values of the bars from the tables of a page.
 
     Args:
-        chart: What to look for.
-        text: Of the page.
+        chart: The chart.
+        text: Text of the page.
+
+    Returns:
+        Row, value, and lower and upper quartile for each bar. Without quartiles, they equal the value.
 
     Raises:
-        BenchError: If no table of the page has one of the rows with a value in the chart's column.
+        BenchError: If a row of the chart is missing in the tables, or has no value in the column.
     """
     found: dict[str, tuple[float, float, float]] = {}
     columns: list[str] = []
@@ -189,15 +192,15 @@ def read_bars(chart: Chart, text: str) -> list[tuple[str, float, float, float]]:
         if cells[0] in chart.bars and numbers:
             middle, low, high = numbers if len(numbers) == 3 else numbers[:1] * 3
             found.setdefault(cells[0], (middle, low, high))
-    if lacking := [name for name in chart.bars if name not in found]:
+    if missing := [name for name in chart.bars if name not in found]:
         raise BenchError(
-            f"{chart.picture}: expected rows with {chart.column!r}, got none for {lacking}. Look at the page."
+            f"{chart.picture}: expected rows with {chart.column!r}, got none for {missing}. Correct CHARTS or the page."
         )
     return [(name, *found[name]) for name in chart.bars]
 
 
 def draw(chart: Chart, folder: Path) -> Path:
-    """Draw one chart into a folder, and return the file."""
+    """Draw a chart into a folder, and return the path of the file."""
     rows = read_bars(chart, (PAGES / f"{chart.page}.md").read_text(encoding="utf-8"))
     if chart.inverted:
         rows = [(name, 1 / value, 1 / high, 1 / low) for name, value, low, high in rows]
@@ -221,13 +224,13 @@ def draw(chart: Chart, folder: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the pictures of the stored pages from the tables that they hold."""
+    """Draw the pictures of the stored pages from the tables in the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks charts", description=main.__doc__)
-    parser.add_argument("pages", nargs="*", help="beginnings of their names (default: all)")
-    parser.add_argument("--out", type=Path, default=PAGES, help="folder (default: beside the pages)")
-    asked = parser.parse_args(argv)
-    asked.out.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("pages", nargs="*", help="prefixes of page names (default: all pages)")
+    parser.add_argument("--out", type=Path, default=PAGES, help="folder for the pictures (default: docs/benchmarks)")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
     for chart in CHARTS:
-        if not asked.pages or chart.page.startswith(tuple(asked.pages)):
-            print_lines(str(draw(chart, asked.out)))
+        if not options.pages or chart.page.startswith(tuple(options.pages)):
+            print_lines(str(draw(chart, options.out)))
     return 0

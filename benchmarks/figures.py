@@ -1,4 +1,4 @@
-"""Medians, spreads and ratios over the rows that ``InterleavedRounds`` fills."""
+"""Medians, quartiles and ratios of the rows that ``InterleavedRounds`` fills."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from typing import Any
 
 from lightning_turbo.measure import interval_of, log_quotients, seconds_by_sweep
 
-__all__ = ["Summary", "interval", "ratio", "step_seconds", "summarise"]
+__all__ = ["Summary", "interval", "ratio", "step_seconds", "summarize"]
 
-FEWEST_PROCESSES = 6  # from which on an interval is shown and decides
+FEWEST_PROCESSES = 6  # for an interval
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The middle of some values and their spread."""
+    """Median and quartiles of some values."""
 
     median: float
     low: float  # the lower quartile
     high: float  # the upper quartile
-    count: int  # of the values
+    count: int  # number of values
 
 
-def summarise(values: Sequence[float]) -> Summary | None:
-    """Return median and quartiles, or ``None`` of no values.
+def summarize(values: Sequence[float]) -> Summary | None:
+    """Return median and quartiles of the values, or ``None`` if there are none.
 
-    Args:
-        values: Any numbers; of a single one, the quartiles are that number.
+    The quartiles of a single value are that value.
     """
     if not values:
         return None
@@ -39,23 +38,24 @@ def summarise(values: Sequence[float]) -> Summary | None:
 
 
 def step_seconds(row: Mapping[str, Any]) -> Summary | None:
-    """Return the seconds of a step, over the rounds of a row as ``InterleavedRounds`` fills it."""
-    return summarise(list(seconds_by_sweep(row).values()))
+    """Return the seconds per step over the rounds of a row, or ``None`` if it has none."""
+    return summarize(list(seconds_by_sweep(row).values()))
 
 
 def ratio(row: Mapping[str, Any], other: Mapping[str, Any]) -> Summary | None:
-    """Return the time of one row divided by that of another: below 1 is faster.
+    """Return the ratio of the times of two rows, below 1 if ``row`` is faster.
 
-    Each round is divided by the other's round of the same sweep, so that a drift of the machine cancels; the summary
-    is that of the quotients.
+    Each round is divided by the other row's round of the same sweep, so that a drift of the machine cancels out. The
+    summary is that of these quotients.
 
-    It is ``None`` if no round of both belongs to the same sweep.
+    Returns:
+        The ratio, or ``None`` if the rows have no sweep in common.
     """
     upper, lower = seconds_by_sweep(row), seconds_by_sweep(other)
-    return summarise([upper[sweep] / lower[sweep] for sweep in upper if lower.get(sweep)])
+    return summarize([upper[sweep] / lower[sweep] for sweep in upper if lower.get(sweep)])
 
 
 def interval(row: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the ratio of two rows' times, or ``None`` of fewer than six processes."""
+    """Return the 95 % interval of the ratio of the times of two rows, or ``None`` for fewer than six processes."""
     logs = log_quotients(row, other)
     return interval_of(logs) if len(logs) >= FEWEST_PROCESSES else None

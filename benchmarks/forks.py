@@ -1,4 +1,4 @@
-"""Processes of cases that are forked from one which has imported torch and Lightning: they start at once."""
+"""``Fork``: a case's process, forked from a server that has imported torch and Lightning, so that it starts at once."""
 
 from __future__ import annotations
 
@@ -16,50 +16,54 @@ __all__ = ["Fork"]
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_turbo", "benchmarks.worker", "benchmarks.gpu"])
-# The server makes none of CUDA's calls, after which a fork could make no more: if an import asks torch for devices, it
-# asks the driver's library.
-ASKS_THE_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# CUDA cannot be used in a fork of a process that has initialized it. With this variable, imports that ask torch whether
+# there is a GPU query NVML, which does not initialize CUDA.
+QUERY_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Fork:
-    """What ``Process`` uses of ``subprocess.Popen``, of a module in a fork of the server, which ends with this program.
+    """Runs a module in a fork of the server; has what ``Process`` uses of the interface of ``subprocess.Popen``.
+
+    The fork starts with this object and ends with ``main`` of the module, or with ``kill``. The server starts with the
+    first fork and ends with this program.
 
     Args:
-        arguments: Of the interpreter: its name, ``-m`` and a module with a function ``main``.
-        stderr: Takes what it prints.
-        cwd: Its working directory.
-        env: All its variables.
-        settings: Two pipes and a session of its own, which it has anyway.
+        arguments: Name of the interpreter, ``-m``, and the name of a module with a function ``main``.
+        stderr: File for the standard error of the fork.
+        cwd: Working directory.
+        env: All environment variables.
+        settings: Ignored: the fork always has two pipes and its own session.
     """
 
     def __init__(
         self, arguments: Sequence[str], *, stderr: IO[bytes], cwd: Path, env: Mapping[str, str], **settings: Any
     ) -> None:
-        orders, tells = FORKS.Pipe(duplex=False)
-        hears, events = FORKS.Pipe(duplex=False)
-        self.stdin, self.stdout = os.fdopen(os.dup(tells.fileno()), "wb"), os.fdopen(os.dup(hears.fileno()), "rb")
-        os.environ.update(ASKS_THE_DRIVER)
+        orders, order_writer = FORKS.Pipe(duplex=False)
+        event_reader, events = FORKS.Pipe(duplex=False)
+        self.stdin = os.fdopen(os.dup(order_writer.fileno()), "wb")
+        self.stdout = os.fdopen(os.dup(event_reader.fileno()), "rb")
+        os.environ.update(QUERY_NVML)
         self._process = FORKS.Process(
             target=_run, args=(arguments[-1], orders, events, stderr.name, str(cwd), dict(env))
         )
         self._process.start()
-        for end in (orders, tells, hears, events):
+        for end in (orders, order_writer, event_reader, events):
             end.close()
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Return the exit status, or ``None`` before there is one."""
+        """Return the exit status, or ``None`` while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit status."""
+        """Wait until the process ends, and return its exit status."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a forked case", timeout or 0.0)
         return self._process.exitcode
 
     def kill(self) -> None:
-        """Kill it, if it is not at its end."""
+        """Kill the process if it still runs."""
         self._process.kill()
 
 
@@ -73,7 +77,7 @@ def _run(
         for number, file in enumerate((orders, events, errors)):
             os.dup2(file.fileno(), number)
     os.chdir(folder)
-    # What the case starts is started by the default method; a fork has its server's.
+    # Processes that the case starts use the default start method. A fork would inherit that of the server.
     multiprocessing.set_start_method(None, force=True)
     sys.argv[:] = [module]
     importlib.import_module(module).main()

@@ -1,8 +1,8 @@
-"""The suite ``gpu``: all that is to be known of one GPU, in order of value, so that a run that ends early is of use.
+"""The suite ``gpu``: every measurement on one GPU, the most important rows first, so that a run may end early.
 
-``python -m benchmarks gpu --minutes 27`` fills half an hour, and goes on with ``--resume``; with ten minutes or less,
-as ``--minutes 6``, the most telling rows are measured, one group for each part of the package. On a CPU every network
-and batch is tiny, and the numbers say nothing but that the cases run.
+``python -m benchmarks gpu --minutes 27`` takes half an hour, and ``--resume`` continues it. With at most ten minutes,
+for example ``--minutes 6``, only the most telling rows are measured, one group for each part of the package. On a CPU
+networks and batches are tiny, and the numbers only show that the cases run.
 """
 
 from __future__ import annotations
@@ -36,84 +36,84 @@ from benchmarks.work import Endless, plain_loop, resnet50, sgd
 __all__ = ["SUITE", "ProfilingTimer", "count_kernels", "kernels_of"]
 
 ROOT = Path(__file__).parents[1]
-LOOKED_AT = 3  # steps under the profiler
+PROFILED = 3  # steps under the profiler
 
 
 def count_kernels(spans: Iterable[tuple[float, float]], steps: int) -> dict[str, float]:
-    """Return how many kernels a step has, and the share of the time in which at least one of them runs.
+    """Return the number of kernels per step, and the fraction of the time during which at least one of them runs.
 
     Args:
-        spans: Begin and end of each kernel, in any unit.
-        steps: In which they ran.
+        spans: Start and end of each kernel, in any unit.
+        steps: Number of steps in which the kernels ran.
     """
     ordered = sorted(spans)
     if not ordered:
         return {}
-    busy, reached = 0.0, ordered[0][0]
+    busy, latest = 0.0, ordered[0][0]
     for begin, end in ordered:
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return {"kernels_a_step": len(ordered) / steps, "busy_share": busy / (reached - ordered[0][0])}
+        busy += max(0.0, end - max(begin, latest))
+        latest = max(latest, end)
+    return {"kernels_a_step": len(ordered) / steps, "busy_share": busy / (latest - ordered[0][0])}
 
 
 class ProfilingTimer:
-    """Lets a case run some more steps after the timing, and profiles them.
+    """A timer that lets a case run some more steps after the last round, and profiles them.
 
-    The case calls ``step`` as usual; profiling ends when it returns ``False``. ``numbers`` then holds the reserved
-    memory, how often a step synchronizes to fetch a value, and its kernels; on a CPU, which has neither, the operators
-    that call no others.
+    The case calls ``step`` as usual. When ``step`` returns ``False``, profiling has ended and ``numbers`` holds the
+    reserved memory, the number of synchronizations per step, and the number of kernels; on a CPU, only the number of
+    operators that call no other operators.
     """
 
     def __init__(self, timer: CaseTimer) -> None:
         self._timer = timer
         self._steps = 0
-        self._rest = self._look()
+        self._rest = self._profile()
         self.numbers: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._timer, name)
 
     def step(self, samples: int = 0) -> bool:
-        """Report the end of a step, and return whether to run another."""
+        """Report that a step is done, and return whether to do another one."""
         self._steps += 1
         if not self._timer.over and self._timer.step(samples):
             return True
         return next(self._rest, False)
 
-    def _look(self) -> Iterator[bool]:
+    def _profile(self) -> Iterator[bool]:
         cuda = self._timer.device.type == "cuda"
         if cuda:
             self.numbers["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        while self._steps < 30:  # so that all cases have the loss of these steps
+        while self._steps < 30:  # so that the losses of all cases are those of the same steps
             yield True
         if cuda:
             torch.cuda.set_sync_debug_mode("warn")
-            with warnings.catch_warnings(record=True) as seen:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 yield True
             torch.cuda.set_sync_debug_mode("default")
-            self.numbers["fetched_a_step"] = sum("synchronizing CUDA operation" in str(each.message) for each in seen)
-        sees = cuda and ProfilerActivity.CUDA in supported_activities()  # not without CUPTI
-        with profile(activities=[ProfilerActivity.CUDA if sees else ProfilerActivity.CPU]) as found:
-            for _ in range(LOOKED_AT):
+            self.numbers["fetched_a_step"] = sum("synchronizing CUDA operation" in str(each.message) for each in caught)
+        sees_kernels = cuda and ProfilerActivity.CUDA in supported_activities()  # without CUPTI, torch sees none
+        with profile(activities=[ProfilerActivity.CUDA if sees_kernels else ProfilerActivity.CPU]) as profiler:
+            for _ in range(PROFILED):
                 yield True
             self._timer.synchronize()
-        self.numbers |= kernels_of(found.events(), sees)
+        self.numbers |= kernels_of(profiler.events(), sees_kernels)
 
 
 def kernels_of(events: Any, cuda: bool) -> dict[str, float]:
-    """Return what the profiler saw of the kernels; on a CPU, of the operators that call no other."""
+    """Count kernels in the events of the profiler; if ``cuda`` is false, operators that call no other operators."""
     if not cuda:
         leaves = [each for each in events if each.name.startswith("aten::") and not each.cpu_children]
-        return {"operators_a_step": len(leaves) / LOOKED_AT}
-    # Annotations, as torch's optimizers make them, lie on the device's line of time too.
-    there = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [each.time_range for each in there if not getattr(each, "is_user_annotation", False)]
-    return count_kernels([(each.start, each.end) for each in kernels], LOOKED_AT)
+        return {"operators_a_step": len(leaves) / PROFILED}
+    # Annotations, such as those of torch's optimizers, are events of the device too.
+    on_device = [each for each in events if each.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [each.time_range for each in on_device if not getattr(each, "is_user_annotation", False)]
+    return count_kernels([(each.start, each.end) for each in kernels], PROFILED)
 
 
-def watched(timer: CaseTimer, *, what: str, **config: Any) -> dict[str, float]:
-    """Run one of ``RUNS``, and look into a few steps after it was timed."""
+def profiled(timer: CaseTimer, *, what: str, **config: Any) -> dict[str, float]:
+    """Run one of ``RUNS``, and profile a few steps after the timed ones."""
     float16 = "'16-mixed'" in str(config) or "fp16" in str(config)
     if timer.device.type == "cpu" and (float16 or config.get("graph")):
         raise SkippedError("needs a GPU")
@@ -123,7 +123,7 @@ def watched(timer: CaseTimer, *, what: str, **config: Any) -> dict[str, float]:
 
 
 class _UNet(nn.Module):
-    """A 3D UNet of three levels, which labels each voxel with one of two classes."""
+    """A 3D UNet of three levels that segments volumes into two classes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -139,18 +139,18 @@ class _UNet(nn.Module):
         self.head = nn.Conv3d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, ``(batch, 2, *size)``."""
-        kept = []
+        """Return logits of shape ``(batch, 2, *size)``."""
+        levels = []
         for block in self.down:
             x = block(x)
-            kept.append(x)
-        for block, skip in zip(self.up, reversed(kept[:-1]), strict=True):
+            levels.append(x)
+        for block, skip in zip(self.up, reversed(levels[:-1]), strict=True):
             x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1))
         return self.head(x)
 
 
 class _Transformer(nn.Module):
-    """A transformer that predicts a token at each place."""
+    """A transformer that predicts a token at each position."""
 
     def __init__(self, depth: int, width: int, tokens: int) -> None:
         super().__init__()
@@ -162,32 +162,32 @@ class _Transformer(nn.Module):
         self.head = nn.Linear(width, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, ``(batch, tokens, places)``."""
+        """Return logits of shape ``(batch, tokens, positions)``."""
         return self.head(self.layers(self.embed(x))).transpose(1, 2)
 
 
 def _task(timer: CaseTimer, task: str, tuned: bool = True) -> tuple[nn.Module, Endless]:
-    """Network and batches of a task, made on the device; ``tuned`` puts both into the format that suits the device."""
+    """Return network and batches of a task on the device; ``tuned`` means channels-last and cuDNN's search."""
     kind, batch, size = TASKS[task]
     if small := timer.quick or timer.device.type == "cpu":
         batch, size = 2, SMALL.get(kind, 16)
     torch.backends.cudnn.benchmark = tuned
     generator = torch.Generator(timer.device).manual_seed(timer.seed)
-    here: dict[str, Any] = {"device": timer.device, "generator": generator}
+    factory: dict[str, Any] = {"device": timer.device, "generator": generator}
     if kind == "transformer":
         net, tokens = (_Transformer(1, 64, 64), 64) if small else (_Transformer(12, 768, 8192), 8192)
-        return net.to(timer.device), Endless(_texts((batch, size), tokens, here))
+        return net.to(timer.device), Endless(_texts((batch, size), tokens, factory))
     if kind == "UNet":
-        images = [torch.randn(batch, 1, size, size, size, **here) for _ in range(2)]
+        images = [torch.randn(batch, 1, size, size, size, **factory) for _ in range(2)]
         batches = [(x, (x[:, 0] > 0).long()) for x in images]
         return _formatted(timer, _UNet(4 if small else 32), batches, tuned)
     shape = (batch, 3, size, size) if kind == "ResNet-50" else (batch, 1, size, size, size)
-    batches = [(torch.randn(*shape, **here), torch.randint(10, (batch,), **here)) for _ in range(2)]
+    batches = [(torch.randn(*shape, **factory), torch.randint(10, (batch,), **factory)) for _ in range(2)]
     return _formatted(timer, resnet50(len(shape) - 2, 10), batches, tuned)
 
 
-def _texts(shape: tuple[int, int], tokens: int, here: dict[str, Any]) -> list[Any]:
-    texts = [torch.randint(tokens, shape, **here) for _ in range(2)]
+def _texts(shape: tuple[int, int], tokens: int, factory: dict[str, Any]) -> list[Any]:
+    texts = [torch.randint(tokens, shape, **factory) for _ in range(2)]
     return [(text, text.roll(1, 1)) for text in texts]
 
 
@@ -209,7 +209,7 @@ def plain(
     o2: bool = False,
     lists: str = "",
 ) -> dict[str, float]:
-    """A loop as well as it can be written by hand: the bound of what runs under Lightning. ``lists`` adds ours."""
+    """Run the best loop written by hand, the bound for a Trainer; ``lists`` adds O1 with these lists of functions."""
     net, loader = _task(timer, task)
     if o2:
         return plain_o2(timer, net, loader)
@@ -226,7 +226,7 @@ def plain(
 
 
 def _initialized(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any, lists: str) -> dict[str, float]:
-    """O1 as in apex's own loops, whose functions are cast by apex's lists or by torch's; in float16 on a GPU."""
+    """Run O1 of ``amp.initialize``, which casts functions by the lists of apex or of torch; in float16 on a GPU."""
     from lightning_turbo import amp
 
     net, optimizer = amp.initialize(net, optimizer, opt_level="O1", verbosity=0, cast_lists=lists)
@@ -239,7 +239,7 @@ def _initialized(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: A
 
 
 def _graphed(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any) -> dict[str, float]:
-    """The whole step under autocast, captured once as a CUDA graph, and replayed on batches that are copied in."""
+    """Capture the whole step with autocast as a CUDA graph, and replay it on batches copied into its inputs."""
     images, labels = (each.clone() for each in loader.batches[0])
 
     def step() -> Tensor:
@@ -269,7 +269,7 @@ def _graphed(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any) 
 
 
 def lightning(timer: CaseTimer, *, task: str, tuned: bool = True, **options: Any) -> dict[str, float]:
-    """The same training under a Trainer; the options are those of ``train``."""
+    """Run the same training in a Trainer; the options are arguments of ``train``."""
     from benchmarks.training import Classifier, train
 
     net, loader = _task(timer, task, tuned)
@@ -278,14 +278,14 @@ def lightning(timer: CaseTimer, *, task: str, tuned: bool = True, **options: Any
 
 
 def fed(timer: CaseTimer, *, feed: str) -> dict[str, float]:
-    """ResNet-50 in bfloat16, channels-last, fed from ``feed``: the device, the host's memory, or photographs."""
+    """Train ResNet-50 in bfloat16, channels-last, on images from the device, from host memory, or from files."""
     net: Any = resnet50(2, 3).to(timer.device)
     net = net.to(memory_format=torch.channels_last)
     with tempfile.TemporaryDirectory() as folder:
         loader: Any = _feed(timer, Path(folder), feed)
-        there: dict[str, Any] = {"device": timer.device, "non_blocking": True}
+        target: dict[str, Any] = {"device": timer.device, "non_blocking": True}
         batches = (
-            (images.to(memory_format=torch.channels_last, **there), labels.to(**there))
+            (images.to(memory_format=torch.channels_last, **target), labels.to(**target))
             for images, labels in forever(loader)
         )
         forward = partial(torch.autocast, timer.device.type, torch.bfloat16)
@@ -303,11 +303,11 @@ def _feed(timer: CaseTimer, folder: Path, feed: str) -> Iterable[Any]:
     labels = torch.arange(8 * batch) % 3
     if feed == "synthetic":
         return [(torch.randn(batch, 3, size, size, device=timer.device), labels[:batch].to(timer.device))]
-    if feed in ("memory", "prefetched"):  # so that only collating and copying are left to do
-        held = TensorDataset(torch.randn(8 * batch, 3, size, size), labels)
+    if feed in ("memory", "prefetched"):  # so that loading only collates and copies
+        dataset = TensorDataset(torch.randn(8 * batch, 3, size, size), labels)
         if feed == "memory":
-            return DataLoader(held, batch, pin_memory=timer.device.type == "cuda")
-        return DevicePrefetcher(PrefetchLoader(held, batch), timer.device)
+            return DataLoader(dataset, batch, pin_memory=timer.device.type == "cuda")
+        return DevicePrefetcher(PrefetchLoader(dataset, batch), timer.device)
     root = make_photos(timer, folder)
     if feed == "dali":
         recipe = ImageFolder(root, train=True, size=size, channels_last=True)
@@ -315,24 +315,24 @@ def _feed(timer: CaseTimer, folder: Path, feed: str) -> Iterable[Any]:
     return make_loader(Pillow(root, size, raw=feed == "timm"), 2, feed, timer.device)
 
 
-def handed(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """Batches of many small tensors from two worker processes, pinned, and copied to the device."""
-    there: dict[str, Any] = {"device": timer.device, "non_blocking": True}
+def small_tensors(timer: CaseTimer, *, by: str) -> dict[str, float]:
+    """Load batches of many small tensors with two worker processes, pin them, and copy them to the device."""
+    target: dict[str, Any] = {"device": timer.device, "non_blocking": True}
     options: dict[str, Any] = {"num_workers": 2, "collate_fn": list, "pin_memory": timer.device.type == "cuda"}
     for batch in loading.LOADERS[by](loading.Fields(), 16, shuffle=True, **options):
-        moved = [{name: field.to(**there) for name, field in sample.items()} for sample in batch]
+        moved = [{name: field.to(**target) for name, field in sample.items()} for sample in batch]
         if not timer.step(samples=len(moved)):
             break
     return {}
 
 
 def volumes(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """A 3D UNet in bfloat16 on patches of scans: by our ``PatchDataset``, or MONAI's ``CacheDataset`` and crop."""
+    """Train a 3D UNet in bfloat16 on patches of scans, from ``PatchDataset`` or MONAI's ``CacheDataset`` and crop."""
     timer.quick |= timer.device.type == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         files = patches.write_scans(timer, Path(folder))
         data, collate = patches.MAKERS[by](timer, Path(folder), files)
-        batch = 4 if by == "packed" else 1  # MONAI's crop makes four patches of one scan
+        batch = 4 if by == "packed" else 1  # MONAI's crop returns four patches of one scan
         loader = DataLoader(data, batch, shuffle=True, num_workers=2, collate_fn=collate, persistent_workers=True)
         move = partial(torch.Tensor.to, device=timer.device, non_blocking=True)
         batches = (
@@ -344,43 +344,43 @@ def volumes(timer: CaseTimer, *, by: str) -> dict[str, float]:
         return plain_loop(timer, net, batches, sgd(net.parameters(), fused=True), forward=forward)
 
 
-def stopped(timer: CaseTimer, *, ours: bool) -> dict[str, float]:
-    """What a run on the device sees twice and never that is stopped twice and goes on with other worker processes."""
+def stop_twice(timer: CaseTimer, *, ours: bool) -> dict[str, float]:
+    """Count samples that a run repeats and loses when it is stopped twice and resumed with other numbers of workers."""
     from examples.demo.stops import run
 
-    warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # of the stock run, on purpose
+    warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # expected in the stock run
     with tempfile.TemporaryDirectory() as folder:
-        counted = run(Path(folder), ours=ours, accelerator="gpu" if timer.device.type == "cuda" else "cpu")
+        counts = run(Path(folder), ours=ours, accelerator="gpu" if timer.device.type == "cuda" else "cpu")
     while timer.step():
-        time.sleep(0.01)  # a step of nothing: what counts are the samples
-    return {name: float(count) for name, count in counted.items()}
+        time.sleep(0.01)  # an empty step: the result is the number of samples
+    return {name: float(count) for name, count in counts.items()}
 
 
 def program(timer: CaseTimer, *, name: str) -> dict[str, Any]:
-    """Run the tests that need a GPU, or ``tune`` or ``doctor`` on an example, and return what it found."""
+    """Run the tests that need a GPU, or ``tune`` or ``doctor`` on an example, and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         minutes = "0.3" if timer.quick else "3"
-        words = {
+        arguments = {
             "tests": ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *["--collect-only"] * timer.quick],
             "tune": ["lightning_turbo", "tune", "--minutes", minutes, "--out", folder, "examples/tune/toy.py"],
             "doctor": ["lightning_turbo", "doctor", "--out", folder, "examples/tune/toy.py"],
         }[name]
-        began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=280)
-        numbers: dict[str, Any] = {"program_seconds": time.perf_counter() - began, "exit_status": done.returncode}
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280)
+        numbers: dict[str, Any] = {"program_seconds": time.perf_counter() - started, "exit_status": done.returncode}
         sys.stderr.write(done.stdout + done.stderr)
         for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|finding)", done.stdout):
             numbers[what] = int(count)
-        if (found := Path(folder, "tune.json")).is_file():
-            chosen = json.loads(found.read_text())["chosen"]
+        if (results := Path(folder, "tune.json")).is_file():
+            chosen = json.loads(results.read_text())["chosen"]
             numbers |= {"chosen": ", ".join(chosen["settings"]) or "nothing", "chosen_time_ratio": chosen["ratio"]}
     while timer.step():
-        time.sleep(0.01)  # a step of nothing: what counts is `program_seconds`
+        time.sleep(0.01)  # an empty step: the result is `program_seconds`
     return numbers
 
 
 def prepare(timer: CaseTimer) -> dict[str, Any]:
-    """Return the facts of the card: what it is, how it is set, and the ceilings of copying and of multiplying."""
+    """Return facts about the GPU: name, driver, clocks, TF32, and its speed of copies and matrix products."""
     device, cuda = timer.device, timer.device.type == "cuda"
     facts: dict[str, Any] = {
         "TF32 of matmul": str(torch.backends.cuda.matmul.allow_tf32),
@@ -388,28 +388,28 @@ def prepare(timer: CaseTimer) -> dict[str, Any]:
     }
     if cuda and shutil.which("nvidia-smi"):
         fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
-        asked = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-        values = subprocess.run(asked, capture_output=True, text=True).stdout.partition("\n")[0].split(", ")
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        values = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].split(", ")
         facts |= dict(zip(fields.split(","), values, strict=False))
 
     def seconds(work: Callable[[], object]) -> float:
         for _ in range(3):
             work()
         timer.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(10):
             work()
         timer.synchronize()
-        return (time.perf_counter() - began) / 10
+        return (time.perf_counter() - started) / 10
 
     size = 8192 if cuda and not timer.quick else 256
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         matrix = torch.randn(size, size, device=device).to(dtype)
         facts[f"matmul {name}, TFLOP/s"] = 2e-12 * size**3 / seconds(partial(torch.mm, matrix, matrix))
     host = torch.empty(size, size, pin_memory=cuda)
-    there, other = host.to(device), host.to(device)
-    facts["copy host to device, GB/s"] = 4e-9 * size**2 / seconds(partial(there.copy_, host, non_blocking=True))
-    facts["copy on the device, GB/s"] = 4e-9 * size**2 / seconds(partial(there.copy_, other))
+    first, second = host.to(device), host.to(device)
+    facts["copy host to device, GB/s"] = 4e-9 * size**2 / seconds(partial(first.copy_, host, non_blocking=True))
+    facts["copy on the device, GB/s"] = 4e-9 * size**2 / seconds(partial(first.copy_, second))
     if cuda:
         torch.cuda.empty_cache()
     return facts
@@ -419,7 +419,7 @@ RUNS: dict[str, Any] = {
     "plain": plain, "lightning": lightning, "fed": fed,
     "toy plain": overhead.plain, "toy lightning": overhead.lightning,
 }  # fmt: skip
-# Kind of network, batch size, and size of an image or of a text.
+# Kind of network, batch size, and edge length of an image or number of tokens of a text.
 TASKS = {
     "ResNet-50, batch 128": ("ResNet-50", 128, 224),
     "transformer 12 x 768": ("transformer", 16, 512),
@@ -438,7 +438,7 @@ def _amp(level: str, dtype: str | None = "bf16", **turbo: Any) -> dict[str, Any]
     return {"amp": {"opt_level": level, "dtype": dtype}, **({"turbo": turbo} if turbo else {})}
 
 
-# Name, arguments, the bound in the same configuration, and whether every task has it or ResNet-50 at batch 128 alone.
+# Name, arguments, the bound in the same configuration, and whether all tasks have the row or only the first one.
 Rows = list[tuple[str, dict[str, Any], str, bool]]
 BOUNDS: Rows = [
     (FLOAT, {}, FLOAT, True),
@@ -470,15 +470,15 @@ TRAINED: Rows = [
 
 
 def _training(task: str) -> list[Case]:
-    """The cases of one network; those of ours are divided by Lightning's mixed precision too.
+    """Return the cases of one task. Those of this package are also divided by Lightning's mixed precision.
 
-    What compiles comes last: its start takes a minute, in which many others start.
+    Cases that compile come last: each takes a minute to start, in which many others start.
     """
     rows = [(what, *row) for what, all_rows in (("plain", BOUNDS), ("lightning", TRAINED)) for row in all_rows]
     rows.sort(key=lambda row: "mode" in row[2] or "compile" in row[2].get("turbo", {}))
     return [
         Case(
-            name=f"{task}: {name}", run=watched, config={"what": what, "task": task, **config},
+            name=f"{task}: {name}", run=profiled, config={"what": what, "task": task, **config},
             base=f"{task}: {base}", against=(f"{task}: {MIXED}" if name[0] == "O" else f"{task}: {FLOAT}",),
             kind="ours" if name[0] == "O" else "torch",
         )
@@ -498,7 +498,7 @@ FEEDS = [
     ("feed: DALILoader, photographs", {"feed": "dali"}, "ours"),
     ("feed: timm's PrefetchLoader, photographs", {"feed": "timm"}, "peer"),
 ]
-# What each part of the package brings, in few cases: name, run, arguments, base, kind, distributions that it needs.
+# A few cases for each part of the package: name, function, arguments, base, kind, distributions that it needs.
 Parts = list[tuple[str, Callable[..., Any], dict[str, Any], str, str, tuple[str, ...]]]
 SMALL_TENSORS, ONE_EACH, SHUFFLED = "small tensors: DataLoader", "AdamW, fused: 465 groups", "texts: shuffled"
 FORKSERVER, SCANS, PHOTOS = "forkserver: DataLoader", "scans: MONAI's CacheDataset", "DALI: pipeline"
@@ -506,14 +506,14 @@ STOCK = "two stops: stock Lightning"
 START: dict[str, Any] = {"method": "forkserver", "files": 40_000}
 FUSED: dict[str, Any] = {"optimizer": "AdamW", "fused": True}
 PARTS: Parts = [
-    (SMALL_TENSORS, handed, {"by": "DataLoader"}, SMALL_TENSORS, "torch", ()),
-    ("small tensors: PrefetchLoader", handed, {"by": "PrefetchLoader"}, SMALL_TENSORS, "ours", ()),
+    (SMALL_TENSORS, small_tensors, {"by": "DataLoader"}, SMALL_TENSORS, "torch", ()),
+    ("small tensors: PrefetchLoader", small_tensors, {"by": "PrefetchLoader"}, SMALL_TENSORS, "ours", ()),
     (FORKSERVER, loading.start, {"by": "DataLoader", **START}, FORKSERVER, "torch", ()),
     ("forkserver: PrefetchLoader", loading.start, {"by": "PrefetchLoader", **START}, FORKSERVER, "ours", ()),
     (ONE_EACH, groups.step, FUSED, ONE_EACH, "torch", ()),
     ("AdamW, fused: merged", groups.step, {"merged": True, **FUSED}, ONE_EACH, "ours", ()),
-    (STOCK, stopped, {"ours": False}, STOCK, "torch", ()),
-    ("two stops: ExactResume", stopped, {"ours": True}, STOCK, "ours", ()),
+    (STOCK, stop_twice, {"ours": False}, STOCK, "torch", ()),
+    ("two stops: ExactResume", stop_twice, {"ours": True}, STOCK, "ours", ()),
     (SCANS, volumes, {"by": "cached"}, SCANS, "peer", ("monai", "nibabel")),
     ("scans: PatchDataset", volumes, {"by": "packed"}, SCANS, "ours", ("nibabel",)),
     (SHUFFLED, lengths.epochs, {"order": "shuffled", "texts": 128}, SHUFFLED, "torch", ()),
@@ -543,14 +543,14 @@ TELLING = (
 )  # fmt: skip
 SUITE = Suite(
     name="gpu",
-    about="One GPU: what Lightning and this package add to a loop written by hand, in the same configuration.",
+    about="One GPU: Lightning and this package, compared with a loop written by hand in the same configuration.",
     cases=[
         *_training(FIRST),
         *(Case(name=n, run=run, config=c, base=b, kind=k, needs=needs) for n, run, c, b, k, needs in PARTS),
-        *(Case(name=n, run=watched, config={"what": "fed", **c}, base=SYNTHETIC, kind=k) for n, c, k in FEEDS),
+        *(Case(name=n, run=profiled, config={"what": "fed", **c}, base=SYNTHETIC, kind=k) for n, c, k in FEEDS),
         *(case for task in OTHERS[:2] for case in _training(task)),
         *(
-            Case(name=name, run=watched, base=TOY, kind=kind,
+            Case(name=name, run=profiled, base=TOY, kind=kind,
                  config={"what": "toy plain" if name == TOY else "toy lightning", **config})
             for name, config, kind in TOYS
         ),

@@ -1,4 +1,4 @@
-"""The suite ``groups``: a step of an optimizer with a group for each parameter, and with merged ones."""
+"""The suite ``groups``: the step of an optimizer with one parameter group per parameter, and with merged groups."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lightning_turbo.optim import merge_param_groups
 
 __all__ = ["SUITE"]
 
-PARAMETERS = 465  # of 64x64
-KINDS = 28  # learning rates and weight decays, as a decay by layer makes them
+PARAMETERS = 465  # of shape 64 x 64
+KINDS = 28  # different learning rates, as layer-wise decay gives them
 WAYS: dict[str, dict[str, Any]] = {"": {}, ", fused": {"fused": True}}
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 
 
 def step(timer: CaseTimer, *, optimizer: str, merged: bool = False, **options: Any) -> dict[str, float]:
-    """Make steps with constant gradients, and no forward or backward pass.
+    """Run optimizer steps with constant gradients, without forward or backward pass.
 
     Args:
-        timer: Of the case.
+        timer: Timer of the case.
         optimizer: A key of ``OPTIMIZERS``.
-        merged: Whether groups with equal options become one.
-        options: Of the optimizer.
+        merged: Whether to merge groups with equal options.
+        options: Arguments of the optimizer.
 
     Returns:
-        The sum of the weights after two steps, which has to be the same with merged groups.
+        The sum of the weights after two steps, which must be the same with and without ``merged``.
     """
     generator = torch.Generator().manual_seed(timer.seed)
     params = [torch.randn(64, 64, generator=generator).to(timer.device).requires_grad_() for _ in range(PARAMETERS)]
@@ -47,7 +47,8 @@ def step(timer: CaseTimer, *, optimizer: str, merged: bool = False, **options: A
 
 SUITE = Suite(
     name="groups",
-    about=f"A step of an optimizer, {PARAMETERS} parameters of 64x64 in a group each, or in {KINDS} merged groups.",
+    about=f"A step of an optimizer over {PARAMETERS} parameters of 64 x 64, in one group per parameter or in {KINDS} "
+    "merged groups.",
     cases=[
         case
         for name in OPTIMIZERS

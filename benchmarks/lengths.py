@@ -1,4 +1,4 @@
-"""The suite ``lengths``: an epoch of a small transformer over texts of many lengths, batched in four ways."""
+"""The suite ``lengths``: an epoch of a small transformer over texts of different lengths, batched in four ways."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_turbo.data import LengthBatchSampler
 __all__ = ["SUITE", "SortedInChunks", "count_words"]
 
 BATCH = 8
-LONGEST = 256  # words; a longer text is cut, as a tokenizer does
-WORDS = 1000  # of the vocabulary
+LONGEST = 256  # words; longer texts are truncated, as by a tokenizer
+WORDS = 1000  # size of the vocabulary
 
 
 def count_words(most: int) -> list[int]:
-    """Return the lengths in words of public texts that every machine has: the docstrings of torch's public names."""
+    """Return the numbers of words of real texts that every machine has: the docstrings of torch's public names."""
     texts = {}
     for module in (torch, nn, nn.functional, torch.optim, torch.linalg, torch.distributions, torch.utils.data):
         for name, value in sorted(vars(module).items()):
@@ -32,7 +32,7 @@ def count_words(most: int) -> list[int]:
 
 
 class SortedInChunks(BatchSampler):
-    """Shuffled samples, sorted by length within chunks of fifty batches, as Hugging Face's ``group_by_length`` does."""
+    """Shuffles the samples and sorts chunks of fifty batches by length, as ``group_by_length`` of Hugging Face does."""
 
     def __init__(self, lengths: list[int], batch_size: int) -> None:
         super().__init__(RandomSampler(lengths), batch_size, drop_last=False)
@@ -54,7 +54,7 @@ def _by_number(lengths: list[int]) -> Iterable[list[int]]:
 
 
 def _by_cost(lengths: list[int]) -> Iterable[list[int]]:
-    # As many elements as a batch of the mean length has, so that there are about as many steps.
+    # As many elements as BATCH texts of mean length, so that the number of batches is about the same.
     mean = sum(lengths) / len(lengths)
     return LengthBatchSampler(lengths, max_cost=max(LONGEST, int(BATCH * mean)), seed=0)
 
@@ -68,7 +68,7 @@ ORDERS: dict[str, Callable[[list[int]], Iterable[list[int]]]] = {
 
 
 class _Net(nn.Module):
-    """A transformer of two layers that tells the mean of its texts."""
+    """A transformer of two layers that classifies texts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Net(nn.Module):
 
 
 def epochs(timer: CaseTimer, order: str, texts: int = 967) -> dict[str, float]:
-    """Train whole epochs, each a step; return the share of elements that are padding, and the batches of an epoch."""
+    """Train whole epochs, one per step, and return the fraction of padding and the number of batches of an epoch."""
     lengths = count_words(128 if timer.quick else texts)
     data = [torch.randint(1, WORDS, (length,)) for length in lengths]
     pad = nn.utils.rnn.pad_sequence
@@ -123,14 +123,15 @@ CASES = [
 
 SUITE = Suite(
     name="lengths",
-    about="An epoch of a transformer (two layers of 64) over the docstrings of torch, in batches of about 8 texts; "
-    "memory that was freed stays with the process.",
+    about="An epoch of a transformer (two layers of width 64) over torch's docstrings, in batches of about 8 texts. "
+    "The process keeps the memory that it frees.",
     cases=CASES,
     aims=[Aim("LengthBatchSampler(batch_size=)", "sorted within chunks", 1.0)],
     quick=("shuffled", "LengthBatchSampler(batch_size=)"),
     unit="epoch",
-    # glibc gives large pieces of memory back at once. Batches that get shorter one after another, as those that are
-    # sorted within chunks, ask for new memory less often than batches in any other order: by that alone 1.07 times.
+    # glibc returns large blocks of memory to the system at once. Batches that get shorter one after another, as within
+    # sorted chunks, then need new memory less often than batches in another order, which alone made them 1.07 times as
+    # fast.
     environment={"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"},
     steps=1,
     rounds=7,

@@ -1,4 +1,4 @@
-"""The suite ``loaders``: ours and DALI beside the loaders of torch, torchdata, timm and MONAI; images and volumes."""
+"""The suite ``loaders``: images and volumes from loaders of this package, DALI, torch, torchdata, timm and MONAI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEAN, STD = (np.array(v, dtype=np.float32) for v in ((0.485, 0.456, 0.406), (0.2
 
 
 def make_photos(timer: CaseTimer, folder: Path) -> Path:
-    """Real photographs: tiles of scikit-image's textures, 500 x 375 pixels, as JPEG, in three classes."""
+    """Write JPEG files of 500 x 375 pixels in three classes, cut from photographs of textures of scikit-image."""
     from PIL import Image
     from skimage import data
 
@@ -46,7 +46,7 @@ def make_photos(timer: CaseTimer, folder: Path) -> Path:
 
 
 def _volumes(timer: CaseTimer, folder: Path) -> tuple[list[str], list[int]]:
-    """Real volumes: cubes of 28 voxels of nilearn's brain template, as files, and their labels."""
+    """Write cubes of 28 x 28 x 28 voxels, cut from nilearn's brain template; return their files and labels."""
     from nilearn import datasets
 
     whole = np.ascontiguousarray(datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32))
@@ -59,7 +59,7 @@ def _volumes(timer: CaseTimer, folder: Path) -> tuple[list[str], list[int]]:
 
 
 class Pillow(Dataset[tuple[Any, int]]):
-    """The transform of ``ImageFolder(train=True)``, written with Pillow and numpy; ``raw`` leaves the pixels uint8."""
+    """The transform of ``ImageFolder(train=True)``, written with Pillow and NumPy; ``raw`` returns uint8 pixels."""
 
     def __init__(self, root: Path, size: int, raw: bool = False) -> None:
         self.files = sorted(root.glob("*/*.jpg"))
@@ -74,7 +74,7 @@ class Pillow(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         from PIL import Image
 
-        # By the index: PrefetchLoader loads nothing ahead where loading draws from a global RNG.
+        # Seeded by the index, because PrefetchLoader loads nothing ahead if loading draws from a global RNG.
         draw = torch.rand(5, generator=torch.Generator().manual_seed(index)).tolist()
         with Image.open(self.files[index]) as image:
             image = image.convert("RGB")
@@ -93,7 +93,7 @@ class Pillow(Dataset[tuple[Any, int]]):
 
 
 class _Numpy(Dataset[tuple[Tensor, int]]):
-    """Volumes as they are usually read."""
+    """Volumes read with ``np.load`` and normalized."""
 
     def __init__(self, files: list[str], labels: list[int]) -> None:
         self.files = files
@@ -108,13 +108,13 @@ class _Numpy(Dataset[tuple[Tensor, int]]):
 
 
 def forever(loader: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Yield the batches of the loader, epoch after epoch."""
     while True:
         yield from loader
 
 
 def _drain(timer: CaseTimer, batches: Iterable[Any]) -> dict[str, float]:
-    """Take batches until the timer says stop."""
+    """Take batches until ``timer.step`` returns ``False``."""
     for batch in batches:
         if not timer.step(samples=len(batch[0])):
             break
@@ -126,9 +126,9 @@ def _size(timer: CaseTimer) -> int:
 
 
 def make_loader(dataset: Dataset[Any], workers: int, by: str, device: torch.device) -> Iterable[Any]:
-    """A loader of torch, ``"ours"``, or another library, in which one epoch follows the other as if they were one.
+    """Build a loader of torch, of this package (``"ours"``), or of another library, with one long epoch.
 
-    Torchdata starts new workers for each epoch, and six batches are one here.
+    With real epochs, of only six batches here, torchdata would start new workers for each.
     """
     sampler: Any = RandomSampler(dataset, num_samples=10**9)  # pyright: ignore[reportArgumentType]
     if by == "timm":
@@ -143,22 +143,22 @@ def make_loader(dataset: Dataset[Any], workers: int, by: str, device: torch.devi
 
 
 def photos(timer: CaseTimer, *, workers: int, by: str = "torch") -> dict[str, float]:
-    """Photographs by Pillow and numpy."""
+    """Load photographs with Pillow and NumPy."""
     with tempfile.TemporaryDirectory() as folder:
         dataset = Pillow(make_photos(timer, Path(folder)), _size(timer), raw=by == "timm")
         return _drain(timer, make_loader(dataset, workers, by, timer.device))
 
 
 def volumes(timer: CaseTimer, *, workers: int, by: str = "torch") -> dict[str, float]:
-    """Volumes by ``np.load``."""
+    """Load volumes with ``np.load``."""
     with tempfile.TemporaryDirectory() as folder:
         return _drain(timer, make_loader(_Numpy(*_volumes(timer, Path(folder))), workers, by, timer.device))
 
 
 def packed(timer: CaseTimer) -> dict[str, float]:
-    """The same volumes from one memory-mapped file, a batch at a time."""
+    """Load the same volumes from one memory-mapped file, a batch at a time."""
 
-    def normalise(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def normalize(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         cubes, labels = batch
         cubes = cubes - cubes.mean((1, 2, 3), keepdim=True)
         deviation = cubes.square().mean((1, 2, 3), keepdim=True).sqrt()  # several times as fast as torch.std
@@ -168,13 +168,13 @@ def packed(timer: CaseTimer) -> dict[str, float]:
         files, labels = _volumes(timer, Path(folder))
         whole = Path(folder, "volumes.npy")
         np.save(whole, np.stack([np.load(file) for file in files]))
-        data = PackedDataset({"volumes": whole, "labels": np.array(labels)}, transform=normalise)
+        data = PackedDataset({"volumes": whole, "labels": np.array(labels)}, transform=normalize)
         loader = DataLoader(data, BATCH, shuffle=True, drop_last=True, collate_fn=PackedDataset.collate)
         return _drain(timer, forever(loader))
 
 
 def bare(timer: CaseTimer, *, uint8: bool, iterator: bool = False) -> dict[str, float]:
-    """Photographs by a DALI pipeline with DALI's own reader: without any loader, or under DALI's own iterator."""
+    """Load photographs with a DALI pipeline and DALI's reader, without a loader or with DALI's iterator."""
     from nvidia.dali import pipeline_def
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
@@ -196,7 +196,7 @@ def bare(timer: CaseTimer, *, uint8: bool, iterator: bool = False) -> dict[str, 
 
         pipeline: Any = graph(
             batch_size=BATCH, num_threads=2, device_id=None, seed=timer.seed, prefetch_queue_depth=2,
-            exec_dynamic=iterator or None,  # DALI's default where nothing holds on to a batch
+            exec_dynamic=iterator or None,  # the iterator keeps batches; otherwise DALI's default
         )  # fmt: skip
         pipeline.build()
         if iterator:
@@ -213,7 +213,7 @@ def bare(timer: CaseTimer, *, uint8: bool, iterator: bool = False) -> dict[str, 
 
 
 def _load(timer: CaseTimer, pipeline: Any, **settings: Any) -> dict[str, float]:
-    """Batches of a DALILoader."""
+    """Take batches from a ``DALILoader``."""
     loader = DALILoader(pipeline, BATCH, num_threads=2, drop_last=True, seed=timer.seed, **settings)
     result = _drain(timer, forever(loader))
     loader.close()
@@ -221,14 +221,14 @@ def _load(timer: CaseTimer, pipeline: Any, **settings: Any) -> dict[str, float]:
 
 
 def dali_photos(timer: CaseTimer, *, uint8: bool) -> dict[str, float]:
-    """Photographs by a DALILoader over an ImageFolder."""
+    """Load photographs with ``DALILoader`` and ``ImageFolder``."""
     with tempfile.TemporaryDirectory() as folder:
         kind = "uint8" if uint8 else "float32"
         return _load(timer, ImageFolder(make_photos(timer, Path(folder)), train=True, size=_size(timer), dtype=kind))
 
 
 def dynamic_photos(timer: CaseTimer) -> dict[str, float]:
-    """Photographs by a DALILoader over dynamic mode, with the operations of an ImageFolder."""
+    """Load photographs with ``DALILoader`` and dynamic mode, with the operations of ``ImageFolder``."""
     ndd: Any = importlib.import_module("nvidia.dali.experimental.dynamic")
     size = _size(timer)
 
@@ -251,7 +251,7 @@ def dynamic_photos(timer: CaseTimer) -> dict[str, float]:
 
 
 def dali_volumes(timer: CaseTimer) -> dict[str, float]:
-    """Volumes by a DALILoader, without augmentation, as ``volumes`` reads them."""
+    """Load volumes with ``DALILoader``, with the same result as ``volumes``."""
     from nvidia.dali import fn, pipeline_def
 
     @pipeline_def
@@ -267,7 +267,7 @@ def dali_volumes(timer: CaseTimer) -> dict[str, float]:
 
 
 class _Indices(Dataset[int]):
-    """Samples that cost nothing, so that the loader's own work is left."""
+    """Samples that take no time to load, so that only the work of the loader is measured."""
 
     def __len__(self) -> int:
         return 256 * BATCH
@@ -277,81 +277,81 @@ class _Indices(Dataset[int]):
 
 
 def _worker_seconds() -> float:
-    """The processor time of worker processes that have ended."""
+    """Return the processor time of worker processes that have ended, in seconds."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def sample_seeds(timer: CaseTimer) -> dict[str, float]:
-    """The cost of sample seeds with one worker process, interleaved with the same loader without seeds."""
+    """Return the processor time that sample seeds add with one worker process, measured in alternating epochs."""
     plain = DataLoader(_Indices(), BATCH, num_workers=1)
-    spent, samples, measuring = [0.0, 0.0], 0, True
-    while measuring:
+    spent, samples, running = [0.0, 0.0], 0, True
+    while running:
         for which, loader in enumerate((plain, seed_samples(plain, timer.seed))):
-            began = _worker_seconds()
+            started = _worker_seconds()
             for _ in loader:
                 pass
-            spent[which] += _worker_seconds() - began
+            spent[which] += _worker_seconds() - started
         samples += 256 * BATCH
-        measuring = timer.step(samples=2 * 256 * BATCH)
+        running = timer.step(samples=2 * 256 * BATCH)
     return {"microseconds_a_sample": 1e6 * (spent[1] - spent[0]) / samples}
 
 
-class _Kept(Dataset[Tensor]):
-    """Samples that are slow in the first epoch, and in memory from then on."""
+class _Cached(Dataset[Tensor]):
+    """Samples that are slow to load in the first epoch and then stay in memory."""
 
     def __init__(self, batches: int, shape: tuple[int, ...]) -> None:
-        self.kept: list[Tensor | None] = [None] * (batches * BATCH)
+        self.samples: list[Tensor | None] = [None] * (batches * BATCH)
         self.shape = shape
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> Tensor:
-        sample = self.kept[index]
+        sample = self.samples[index]
         if sample is None:
             time.sleep(1e-4)
-            sample = self.kept[index] = torch.full(self.shape, float(index))
+            sample = self.samples[index] = torch.full(self.shape, float(index))
         return sample
 
 
-def kept(timer: CaseTimer) -> dict[str, float]:
-    """The processor time of a PrefetchLoader over samples in memory, divided by that of a DataLoader, interleaved.
+def cached(timer: CaseTimer) -> dict[str, float]:
+    """Return the processor time of a PrefetchLoader over samples in memory, divided by that of a DataLoader.
 
-    Of images of 3 x 64 x 64 and of samples of 16 numbers, whose batches cost next to nothing but the loaders.
+    The samples are images of 3 x 64 x 64, or 16 numbers. Such batches take hardly any time beyond that of the loader.
     """
     torch.set_num_threads(1)
     sizes = {"processor_time_images": (50, (3, 64, 64)), "processor_time_tiny": (200, (16,))}
     pairs = {
-        name: (DataLoader(_Kept(*size), BATCH), PrefetchLoader(_Kept(*size), batch_size=BATCH))
+        name: (DataLoader(_Cached(*size), BATCH), PrefetchLoader(_Cached(*size), batch_size=BATCH))
         for name, size in sizes.items()
     }
     ratios: dict[str, list[float]] = {name: [] for name in pairs}
     for loaders in pairs.values():
         for loader in loaders:
             _processor_seconds(loader)
-    measuring = True
-    while measuring:
+    running = True
+    while running:
         for name, (plain, ours) in pairs.items():
             before, middle, after = (_processor_seconds(loader) for loader in (plain, ours, plain))
             ratios[name].append(2 * middle / (before + after))
-        measuring = timer.step(samples=3 * 250 * BATCH)
-    return {name: statistics.median(found) for name, found in ratios.items()}
+        running = timer.step(samples=3 * 250 * BATCH)
+    return {name: statistics.median(values) for name, values in ratios.items()}
 
 
 def _processor_seconds(loader: DataLoader[Any]) -> float:
-    """The processor time of an epoch."""
-    began = time.process_time()
+    """Return the processor time of an epoch, in seconds."""
+    started = time.process_time()
     for _ in loader:
         pass
-    return time.process_time() - began
+    return time.process_time() - started
 
 
 PILLOW, OURS = "DataLoader with Pillow, 0 workers", "DALILoader"
 BARE, ITERATOR = "bare DALI pipeline with its own reader", "DALI's own iterator"
 NUMPY = "volumes: DataLoader with np.load, 0 workers"
 SEEDS = "sample seeds, 1 worker"
-KEPT = "PrefetchLoader, samples in memory"
+CACHED = "PrefetchLoader, samples in memory"
 
 
 def _cases() -> Iterator[Case]:
@@ -386,17 +386,17 @@ def _cases() -> Iterator[Case]:
     ):
         yield Case(name=name, run=run, config=config, base=NUMPY, needs=needs, kind=kind)
     yield Case(name=SEEDS, run=sample_seeds, base=SEEDS, kind="ours")
-    yield Case(name=KEPT, run=kept, base=KEPT, kind="ours")
+    yield Case(name=CACHED, run=cached, base=CACHED, kind="ours")
 
 
 SUITE = Suite(
     name="loaders",
-    about="A batch of 32 photographs, decoded, cropped at random, resized to 224 pixels, mirrored and normalised; or "
-    "of 32 volumes of 28 x 28 x 28.",
+    about="A batch of 32 photographs, decoded, randomly cropped, resized to 224 x 224 pixels, mirrored and normalized; "
+    "or a batch of 32 volumes of 28 x 28 x 28.",
     cases=list(_cases()),
     aims=[
         Aim(SEEDS, "", at_most=30, quantity="microseconds_a_sample"),
-        Aim(KEPT, "", at_most=1.1, quantity="processor_time_images"),
+        Aim(CACHED, "", at_most=1.1, quantity="processor_time_images"),
         Aim(OURS + ", uint8", BARE + ", uint8", at_most=1.03),
         Aim(OURS + ", uint8", ITERATOR + ", uint8", at_most=1.03),
         Aim(OURS, PILLOW, at_most=1 / 2.4),
@@ -407,7 +407,7 @@ SUITE = Suite(
     quick=(PILLOW, OURS),
     steps=6,
     warmup=3,
-    lead=4,  # more than a queue holds: what was prepared while the case was held does not count
+    lead=4,  # more than the queues hold, so that no batch that was loaded ahead while the process was held is measured
     seconds=300,
     unit="batch",
 )

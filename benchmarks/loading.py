@@ -1,4 +1,4 @@
-"""The suites ``loading`` and ``starts``: batches of arrays in memory and of worker processes, and their start."""
+"""The suites ``loading`` (arrays in memory, batches from worker processes) and ``starts`` (start of the workers)."""
 
 # pyright: reportMissingImports=false
 
@@ -23,7 +23,7 @@ BATCH, WORKERS = 16, 2
 
 
 class Fields(Dataset[dict[str, Tensor]]):
-    """Samples of a small image and seven small tensors, as detection and video data have them."""
+    """Samples with a small image and seven small tensors, as in detection and video data."""
 
     def __len__(self) -> int:
         return 100_000
@@ -34,7 +34,7 @@ class Fields(Dataset[dict[str, Tensor]]):
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Samples of an image and a mask of the same size, which are stacked to two large tensors."""
+    """Samples with an image and a mask of the same size. A batch has two large tensors."""
 
     def __len__(self) -> int:
         return 100_000
@@ -44,7 +44,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Files(Dataset[Tensor]):
-    """A list of file names and labels, as an image folder is read."""
+    """A list of file names and labels, as a dataset of an image folder has it."""
 
     def __init__(self, count: int) -> None:
         self.items = [(f"train/class{n % 1000:04d}/image_{n:08d}.jpg", n % 1000) for n in range(count)]
@@ -63,7 +63,7 @@ def _torchdata(*args: Any, **kwargs: Any) -> Iterable[Any]:
 
 
 class _Batches:
-    """The batches of a dataset, in a process of SPDL's."""
+    """Batches of a dataset in random order, made in a process of SPDL."""
 
     def __init__(self, data: Dataset[Any], collate: Callable[[list[Any]], Any], size: int) -> None:
         self.data, self.collate, self.size = data, collate, size
@@ -75,7 +75,7 @@ class _Batches:
 
 
 def _spdl(data: Dataset[Any], size: int, collate_fn: Any, num_workers: int, **_: Any) -> Iterator[Any]:
-    """Take turns at processes of SPDL's, as many as the others have."""
+    """Take batches from ``num_workers`` processes of SPDL in turn."""
     from spdl import pipeline
 
     make = partial(_Batches, data, collate_fn, size)
@@ -102,19 +102,19 @@ def _drain(timer: CaseTimer, batches: Iterable[Any], size: int) -> dict[str, flo
 
 
 def arrays(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """Batches of 256 out of 50,000 rows of 20 and 5 numbers, in this process."""
+    """Load batches of 256 of 50,000 rows of 20 and of 5 numbers, without worker processes."""
     generator = torch.Generator().manual_seed(timer.seed)
     data = TensorDataset(torch.rand(50_000, 20, generator=generator), torch.rand(50_000, 5, generator=generator))
     return _drain(timer, forever(LOADERS[by](data, 256, shuffle=True)), 256)
 
 
 def small(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """Batches of 16 samples of eight small tensors, in a list, from two processes."""
+    """Load lists of 16 samples with eight small tensors each, with two worker processes."""
     return _drain(timer, LOADERS[by](Fields(), BATCH, shuffle=True, collate_fn=list, num_workers=WORKERS), BATCH)
 
 
 def large(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """Batches of two large tensors, of 1.8 and 0.6 MB, from two processes."""
+    """Load batches of two large tensors, 1.8 MB and 0.6 MB, with two worker processes."""
     settings = {"shuffle": True, "collate_fn": default_collate, "num_workers": WORKERS}
     return _drain(timer, LOADERS[by](Images(), BATCH, **settings), BATCH)
 
@@ -122,15 +122,19 @@ def large(timer: CaseTimer, *, by: str) -> dict[str, float]:
 def start(
     timer: CaseTimer, *, by: str, method: str, persistent: bool = False, files: int = 400_000
 ) -> dict[str, float]:
-    """The first batch of an epoch: two processes over a list of files; of the first epoch beside it."""
+    """Time the first batch of each epoch with two worker processes over a list of files.
+
+    Returns:
+        The time of the first epoch, in seconds.
+    """
     data = Files(20_000 if timer.quick else files)
     settings = {"num_workers": WORKERS, "multiprocessing_context": method, "persistent_workers": persistent}
     loader = LOADERS[by](data, BATCH, **settings)
-    began, first = time.perf_counter(), 0.0
+    started, first = time.perf_counter(), 0.0
     while True:
         batches = iter(loader)
         next(batches)
-        first = first or time.perf_counter() - began
+        first = first or time.perf_counter() - started
         if not timer.step(samples=BATCH):
             return {"first_epoch_seconds": first}
         del batches
@@ -168,8 +172,8 @@ def _starts() -> Iterator[Case]:
 
 SUITE = Suite(
     name="loading",
-    about="A batch of 256 rows of a TensorDataset; a batch from two worker processes, of 16 samples of eight small "
-    "tensors in a list, or of two large tensors.",
+    about="A batch of 256 rows of a TensorDataset; or a batch from two worker processes: a list of 16 samples with "
+    "eight small tensors each, or two large tensors.",
     cases=list(_cases()),
     aims=[
         Aim(ARRAYS + OURS, ARRAYS + TORCH, at_most=0.2),
@@ -178,7 +182,7 @@ SUITE = Suite(
     ],
     quick=(ARRAYS + TORCH, ARRAYS + OURS, SMALL + TORCH, SMALL + OURS),
     rounds=13,
-    lead=16,  # more than queues hold: what was prepared while the case was held does not count
+    lead=16,  # more than the queues hold, so that no batch that was loaded ahead while the process was held is measured
     round_seconds=0.4,
     seconds=150,
     unit="batch",
@@ -186,8 +190,8 @@ SUITE = Suite(
 
 STARTS = Suite(
     name="starts",
-    about="The first batch of each later epoch, of two worker processes that start in each epoch, over a list of "
-    "400,000 file names and labels.",
+    about="The first batch of each epoch after the first, with two worker processes that start in each epoch, over a "
+    "list of 400,000 file names and labels.",
     cases=list(_starts()),
     aims=[
         Aim(f"forkserver: {OURS}", f"forkserver: {TORCH}", at_most=0.2),

@@ -1,4 +1,4 @@
-"""The suite ``memory``: what weights, gradients and optimizer state take at each level, and the peak of a step."""
+"""The suite ``memory``: memory of weights, gradients and optimizer state at each level, and peak memory of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["SUITE"]
 
 
 def _current_bytes(device: torch.device) -> int | None:
-    """The bytes in use now: allocated by torch on CUDA, resident on the CPU; ``None`` without ``/proc``."""
+    """Return the bytes in use: allocated by torch on CUDA, resident on the CPU; ``None`` without ``/proc``."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     counts = Path("/proc/self/statm")
@@ -32,9 +32,9 @@ def _current_bytes(device: torch.device) -> int | None:
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Let the peak start again from the bytes in use now.
+    """Set the peak to the bytes in use.
 
-    Linux without permission to write ``/proc/self/clear_refs`` keeps the old peak.
+    On the CPU this needs permission to write to ``/proc/self/clear_refs``; otherwise the old peak remains.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -44,7 +44,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def training_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of weights, buffers, gradients, masters and optimizer state, shared storage counted once."""
+    """Return the bytes of weights, buffers, gradients, masters and optimizer state; shared storage counts once."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [*module.parameters(), *(parameter for group in groups for parameter in group["params"])]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
@@ -54,7 +54,7 @@ def training_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
 
 
 def _task(timer: CaseTimer, kind: str) -> tuple[nn.Module, Endless]:
-    """A network and its batches, of which ``"activations"``, ``"weights"`` or both (``"even"``) take the memory."""
+    """Return a network and its batches; ``"activations"``, ``"weights"`` or both (``"even"``) fill the memory."""
     larger = 4 if timer.device.type == "cuda" else 1
     if kind == "activations":
         return conv_net(10), Endless(image_batches(timer, (3, 32, 32), 10, 128 * larger, count=2))
@@ -65,48 +65,48 @@ def _task(timer: CaseTimer, kind: str) -> tuple[nn.Module, Endless]:
 
 
 def memory(timer: CaseTimer, *, kind: str, release: bool = False, **options: Any) -> dict[str, float]:
-    """Train under a Trainer and watch the memory of each step.
+    """Train with a Trainer and measure the memory of each step.
 
     Args:
-        timer: Of the case.
+        timer: Timer of the case.
         kind: As in ``_task``.
-        release: Whether ``GradToNone`` is added.
-        options: Those of ``train``.
+        release: Whether to add ``GradToNone``.
+        options: Arguments of ``train``.
 
     Returns:
-        Loss; bytes of weights, gradients and state before an optimizer step; peaks of the forward pass and of the
-        whole step, above what the process took before the network was built.
+        The loss; the bytes of weights, gradients and state before an optimizer step; the peaks of the forward pass and
+        of the whole step, minus the memory in use before the network was built.
     """
     from benchmarks.training import QUIET, Classifier, train
     from lightning_turbo import GradToNone
     from lightning_turbo._lightning import Callback, Trainer
 
     class PeakMemory(Callback):
-        """Reads the peaks of the steps after the second; in the first two, optimizer and libraries still grow."""
+        """Records the peaks from the third step on: in the first two, optimizer state and libraries still grow."""
 
         def __init__(self) -> None:
-            self.seen: dict[str, list[int]] = {}
+            self.values: dict[str, list[int]] = {}
             self.steps = 0
 
-        def note(self, name: str, value: int | None) -> None:
+        def record(self, name: str, value: int | None) -> None:
             if self.steps > 2 and value is not None:
-                self.seen.setdefault(name, []).append(value)
+                self.values.setdefault(name, []).append(value)
 
         def on_train_batch_start(self, *args: Any, **options: Any) -> None:
             self.steps += 1
             _reset_peak(timer.device)
 
         def on_before_backward(self, *args: Any, **options: Any) -> None:
-            self.note("forward_peak_bytes", peak_bytes(timer.device))
+            self.record("forward_peak_bytes", peak_bytes(timer.device))
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-            self.note("state_bytes", training_bytes(pl_module, trainer.optimizers))
+            self.record("state_bytes", training_bytes(pl_module, trainer.optimizers))
 
         def on_train_batch_end(self, *args: Any, **options: Any) -> None:
-            self.note("step_peak_bytes", peak_bytes(timer.device))
+            self.record("step_peak_bytes", peak_bytes(timer.device))
 
     adam: Any = partial(torch.optim.Adam, lr=1e-4)
-    # Something tiny goes first, so that what the libraries load on first use is loaded.
+    # A tiny network trains first, so that what libraries load on first use is in memory before the measurement.
     net = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))
     accelerator = "gpu" if timer.device.type == "cuda" else "cpu"
     tiny = Endless(image_batches(timer, (3, 8, 8), 2, 2, count=1))
@@ -119,10 +119,10 @@ def memory(timer: CaseTimer, *, kind: str, release: bool = False, **options: Any
     callbacks: list[Callback] = [peaks, *([GradToNone()] if release else [])]
     module = Classifier(net.to(timer.device), adam)
     numbers = train(timer, module, loader, samples=len(loader.batches[0][1]), callbacks=callbacks, **options)
-    middles = {name: statistics.median(values) for name, values in peaks.seen.items()}
+    medians = {name: statistics.median(values) for name, values in peaks.values.items()}
     if before is not None:
-        middles.update({name: value - before for name, value in middles.items() if name.endswith("peak_bytes")})
-    return {**numbers, **middles}
+        medians.update({name: value - before for name, value in medians.items() if name.endswith("peak_bytes")})
+    return {**numbers, **medians}
 
 
 EVEN = "even: Lightning 32-true"
@@ -134,7 +134,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 SUITE = Suite(
     name="memory",
-    about="Peak of a training step above the memory before the network was built, with Adam.",
+    about="Peak memory of a training step with Adam, minus the memory in use before the network was built.",
     cases=[
         Case(name=EVEN, run=memory, config={"kind": "even"}),
         Case(name="even: GradToNone", run=memory, config={"kind": "even", "release": True}, kind="ours"),
@@ -158,6 +158,6 @@ SUITE = Suite(
     rounds=3,
     warmup=3,
     quantity="step_peak_bytes",
-    # Tensors of 64 KiB and more go back to the system as soon as they are released, so that the peak is theirs.
+    # glibc returns tensors of 64 KiB and more to the system at once, so that the peak is that of the tensors.
     environment={"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""``python -m benchmarks networks``: what O1, O2 and O3 do to networks of other packages, beside ``bf16-mixed``.
+"""``python -m benchmarks networks``: networks of other packages at O1, O2 and O3, compared with ``bf16-mixed``.
 
-Each network is small, has random weights and learns one batch by heart, in float32, under Lightning's ``bf16-mixed``
-and under each level. The table has the loss after the last step, in per cent of float32's, and says where a run failed,
-warned, left something in the module, or where a copy or a pickle made in it is not the plain float32 network.
+Each network is small, has random weights, and overfits one batch in float32, with Lightning's ``bf16-mixed`` and at
+each level. The table shows the last loss in per cent of that in float32. Its remarks say where a run failed or warned,
+left hooks or half tensors in the module, or made a copy or pickle that is not the plain float32 network.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_load_sta
 
 
 class Network(NamedTuple):
-    """A network of another package, and how a step calls it."""
+    """A network of another package, with its batch and its loss."""
 
     package: str
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
     loss: Callable[[nn.Module, Any], Tensor]
-    rate: float = 1e-3  # of Adam
+    rate: float = 1e-3  # learning rate of Adam
 
 
 def _of(path: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Return what makes an object of the class or function at a dotted path."""
+    """Return a function that calls the class or function at a dotted path."""
     module, _, name = path.rpartition(".")
     return lambda: getattr(importlib.import_module(module), name)(**settings)
 
@@ -69,7 +69,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _regress(net: nn.Module, batch: Tensor) -> Tensor:
-    """The mean of the squared distance to one value for each channel."""
+    """Return the mean squared distance to one constant per channel."""
     output = _first(net(batch)).float()
     goal = torch.linspace(-1, 1, output.shape[1]).reshape(-1, *[1] * (output.ndim - 2))
     return (output - goal).square().mean()
@@ -120,7 +120,7 @@ NETWORKS = {
         _images(2, 1, 16, 16, 16),
         _regress,
     ),
-    # Three levels: at a depth of 2, as a fourth would have, oneDNN's weight gradient is wrong, see ``_head``.
+    # Three levels: in a fourth, whose inputs are 2 deep, the weight gradient of oneDNN is wrong, see ``_head``.
     "SegResNet": Network(
         "monai",
         _of(_MONAI + "SegResNet", **_SPATIAL, init_filters=8, blocks_down=(1, 2, 2), blocks_up=(1, 1)),
@@ -281,68 +281,68 @@ NETWORKS = {
 
 
 class _Learner(LightningModule):
-    """Learns one batch, and makes a copy and a pickle of the network in the run."""
+    """Overfits one batch, and makes a copy and a pickle of the network during the run."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.case = NETWORKS[name]
-        self.net, self.given = self.case.make(), self.case.batch()
+        self.network = NETWORKS[name]
+        self.net, self.batch = self.network.make(), self.network.batch()
         self.losses: list[float] = []
         self.copies: list[nn.Module] = []
         self.pickled = b""
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        """Return the loss of the one batch, with the random numbers of the first step."""
+        """Return the loss of the one batch, with the same random numbers in every step."""
         torch.manual_seed(1)
-        loss = self.case.loss(self.net, self.given)
+        loss = self.network.loss(self.net, self.batch)
         self.losses.append(loss.item())
         return loss
 
     def on_train_start(self) -> None:
-        """Copy and pickle the network, before a call leaves in it what nobody can copy."""
+        """Copy and pickle the network before the first call, as some networks cannot be copied afterwards."""
         file = io.BytesIO()
         torch.save(self.net, file)
         self.pickled = file.getvalue()
         self.copies = [copy.deepcopy(self.net), torch.load(io.BytesIO(self.pickled), weights_only=False)]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Train all weights by Adam."""
-        return torch.optim.Adam(self.net.parameters(), lr=self.case.rate)
+        """Train all weights with Adam."""
+        return torch.optim.Adam(self.net.parameters(), lr=self.network.rate)
 
     def train_dataloader(self) -> Any:
-        """Yield a number for each step."""
+        """Return a loader with one number per step."""
         return torch.utils.data.DataLoader(range(STEPS))  # type: ignore[arg-type]
 
 
 class Outcome(NamedTuple):
-    """What a run ended with: its last loss, and what was wrong or worth a word."""
+    """The result of a run: its last loss, and remarks about errors, warnings and leftovers."""
 
     loss: float
-    notes: list[str]
+    remarks: list[str]
 
 
 def train(name: str, way: str) -> Outcome:
     """Train a network in one of the ``WAYS``."""
-    how: dict[str, Any] = {"precision": {"float32": "32-true"}.get(way, way)}
+    options: dict[str, Any] = {"precision": {"float32": "32-true"}.get(way, way)}
     if way.startswith("O"):
-        how = {"plugins": [ApexAMP(way, dtype=torch.bfloat16)]}  # type: ignore[arg-type]
+        options = {"plugins": [ApexAMP(way, dtype=torch.bfloat16)]}  # type: ignore[arg-type]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             learner = _Learner(name)
             hooks = _hooks_of(learner.net)
-            trainer = Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, **quiet, **how)
+            trainer = Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, **quiet, **options)
             trainer.fit(learner)
-    except Exception as error:  # which the table tells
+    except Exception as error:  # becomes a remark in the table
         return Outcome(float("nan"), [f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"])
-    notes = sorted({str(each.message).partition(" ")[0] + " warned" for each in said if each.category is TurboWarning})
-    return Outcome(learner.losses[-1], [*notes, *_problems(learner, hooks)])
+    warned = {str(each.message).partition(" ")[0] + " warned" for each in caught if each.category is TurboWarning}
+    return Outcome(learner.losses[-1], [*sorted(warned), *_problems(learner, hooks)])
 
 
 def _problems(learner: _Learner, hooks: list[int]) -> Iterator[str]:
-    # The last one may be a peak, as Adam's first steps make them.
+    # The last loss alone may be high: the first steps of Adam oscillate.
     if not min(learner.losses[1:]) < learner.losses[0] or not math.isfinite(learner.losses[-1]):
         yield f"does not learn ({learner.losses[0]:.3g} to {learner.losses[-1]:.3g})"
     if {tensor.dtype for tensor in learner.net.state_dict().values() if tensor.is_floating_point()} != {torch.float32}:
@@ -361,41 +361,41 @@ def _hooks_of(net: nn.Module) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train networks of MONAI, timm, torchvision and transformers at O1, O2 and O3, and write a table."""
+    """Train networks of MONAI, timm, torchvision and transformers at O1, O2 and O3, and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks networks", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="NETWORK", help=f"{', '.join(NETWORKS)} (default: all installed)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes; default: nowhere")
+    parser.add_argument("names", nargs="*", metavar="NETWORK", help=f"{', '.join(NETWORKS)} (default: all)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write a page to this file")
     asked = parser.parse_args(arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    lines, absent = [], []
-    begun = time.monotonic()
+    rows, missing = [], []
+    started = time.monotonic()
     for name in asked.names or NETWORKS:
         if importlib.util.find_spec(NETWORKS[name].package) is None:
-            absent.append(name)
+            missing.append(name)
             continue
         with _one_thread():
-            lines.append(_row(name))
-        print_lines(" | ".join(lines[-1]))
-    minutes = (time.monotonic() - begun) / 60
+            rows.append(_row(name))
+        print_lines(" | ".join(rows[-1]))
+    minutes = (time.monotonic() - started) / 60
     columns = ["Network", "Package", "Loss in float32", *(f"{way}, %" for way in WAYS[1:]), "Remarks"]
-    table = markdown_table(columns, lines)
+    table = markdown_table(columns, rows)
     if asked.out is not None:
-        asked.out.write_text("\n".join([*_head(absent, minutes), *table, ""]))
+        asked.out.write_text("\n".join([*_head(missing, minutes), *table, ""]))
     print_lines("", *table)
     return 0
 
 
 def _row(name: str) -> list[str]:
     outcomes = {way: train(name, way) for way in WAYS}
-    right = outcomes["float32"].loss
-    cells = [f"{100 * outcomes[way].loss / right:.1f}" for way in WAYS[1:]]
-    notes = [f"{way}: {note}" for way, outcome in outcomes.items() for note in outcome.notes]
-    return [f"`{name}`", NETWORKS[name].package, f"{right:.4g}", *cells, "; ".join(notes)]
+    reference = outcomes["float32"].loss
+    cells = [f"{100 * outcomes[way].loss / reference:.1f}" for way in WAYS[1:]]
+    remarks = [f"{way}: {remark}" for way, outcome in outcomes.items() for remark in outcome.remarks]
+    return [f"`{name}`", NETWORKS[name].package, f"{reference:.4g}", *cells, "; ".join(remarks)]
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Train on one thread: the networks are small, and the sums the same on any machine."""
+    """Use one thread: the networks are small, and sums do not depend on the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -404,9 +404,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _head(absent: list[str], minutes: float) -> list[str]:
+def _head(missing: list[str], minutes: float) -> list[str]:
     machine = describe_machine("cpu")
-    packages = {NETWORKS[name].package for name in NETWORKS if name not in absent}
+    packages = {NETWORKS[name].package for name in NETWORKS if name not in missing}
     versions = ", ".join(f"{name} {importlib.import_module(name).__version__}" for name in ("torch", *sorted(packages)))
     lines = [
         "# Networks of other packages at O1, O2 and O3",
@@ -414,16 +414,18 @@ def _head(absent: list[str], minutes: float) -> list[str]:
         f"Command, on {date.today()}: `python -m benchmarks networks --out FILE`, {minutes:.0f} minutes on one thread.",
         f"{machine['processor']}, {machine['cores']} cores, {versions}.",
         "",
-        f"Small networks with random weights learn one batch in {STEPS} steps of Adam. The columns have the last",
-        "loss in per cent of float32's, with bfloat16. After each run the module is float32 and has no hook of this",
-        "package, and the copy and the pickle that were made in it are the plain float32 network; what is not so",
-        "stands in the last column.",
-        "`RetinaNet warned` and the like: the network returns a loss that it computed in half precision.",
+        f"Small networks with random weights overfit one batch in {STEPS} steps of Adam. The columns show the last",
+        "loss with bfloat16, in per cent of that in float32. After each run the module is float32 and has no hooks of",
+        "this package, and a copy and a pickle made during the run are plain float32 networks; the last column lists",
+        "exceptions. `RetinaNet warned` and the like: the network returns a loss that it computed in half precision.",
         "",
         "No network here has a 3D convolution whose input is 2 deep: on CPUs with AVX-512, oneDNN computes the",
-        "bfloat16 gradient of its weight from memory that nobody wrote, under `bf16-mixed` too.",
+        "bfloat16 gradient of its weight from uninitialized memory, also with `bf16-mixed`.",
         "",
     ]
     if "torchvision" in packages and not importlib.import_module("torchvision.extension")._has_ops():
-        lines += ["torchvision's compiled operators, which none of these calls in training, are of another torch.", ""]
-    return [*lines, *([f"Not installed: {', '.join(absent)}.", ""] if absent else [])]
+        lines += [
+            "torchvision's compiled operators are for another torch version; no network here calls one in training.",
+            "",
+        ]
+    return [*lines, *([f"Not installed: {', '.join(missing)}.", ""] if missing else [])]

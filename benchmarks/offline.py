@@ -1,7 +1,7 @@
-"""``python -m benchmarks.offline SCRIPT [ARGUMENT ...]``: run a script as on a machine without network.
+"""``python -m benchmarks.offline SCRIPT [ARGUMENT ...]``: run a script without downloads.
 
-What it downloads is "not found", and the files of CIFAR-10 that ``benchmarks.public`` makes count as whole:
-torchvision compares their digests with those of the real ones.
+Every download raises "404 not found". torchvision accepts the random CIFAR-10 files that ``benchmarks.public`` writes,
+although their checksums differ from those of the real files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 
 
 def refuse(url: str, *args: object, **kwargs: object) -> NoReturn:
-    """Stand for ``urlretrieve`` where no file is found."""
+    """Replace ``urlretrieve``, and find no file."""
     raise HTTPError(url, 404, "benchmarks.offline downloads nothing", Message(), None)
 
 

@@ -1,4 +1,4 @@
-"""The suites ``overhead``, ``compiled`` and ``versions``: what Lightning, and each part of ours, adds to a step."""
+"""The suites ``overhead``, ``compiled`` and ``versions``: the time that Lightning and this package add to a step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["COMPILED", "SUITE", "VERSIONS"]
 
 BATCH = 16
-WINDOW = 4  # batches a step, where gradients are accumulated
-EPOCH = 40  # batches, where epochs end
-LIGHTNINGS = ("2.5.6", "2.6.1", "2.6.6")  # each in a folder of its own
+WINDOW = 4  # batches per optimizer step, with accumulation
+EPOCH = 40  # batches per epoch, if epochs end
+LIGHTNINGS = ("2.5.6", "2.6.1", "2.6.6")  # each in its own folder
 FOLDER = Path("runs", "lightning")
 
 
 def _task(timer: CaseTimer, demo: str) -> tuple[nn.Module, Endless]:
-    """A toy network and its batches, on the timer's device; or those of a task of the demo."""
+    """Return a toy network, or that of a task of the demo, and its batches on the device."""
     if demo:
         from examples.demo.model import DemoNet
 
@@ -48,11 +48,11 @@ def _task(timer: CaseTimer, demo: str) -> tuple[nn.Module, Endless]:
 def plain(
     timer: CaseTimer, *, autocast: bool = False, fused: bool = False, demo: str = "", compiled: bool = False
 ) -> dict[str, float]:
-    """The loop that every other case is measured against."""
+    """Run a plain PyTorch loop, the baseline of all other cases."""
     net, loader = _task(timer, demo)
     optimizer = sgd(net.parameters(), fused=fused)
     if compiled:
-        net = cast(nn.Module, torch.compile(net))  # net.compile() compiles nothing of an nn.Sequential
+        net = cast(nn.Module, torch.compile(net))  # net.compile() would compile nothing of an nn.Sequential
     forward: Any = partial(torch.autocast, timer.device.type, torch.bfloat16)
     return plain_loop(timer, net, loader, optimizer, forward=forward if autocast else nullcontext)
 
@@ -61,18 +61,18 @@ def lightning(
     timer: CaseTimer, *, log: int = 0, callback: str = "", schedule: str = "", data: str = "", epochs: bool = False,
     demo: str = "", **options: Any,
 ) -> dict[str, float]:  # fmt: skip
-    """The same step under a Trainer.
+    """Run the same step in a Trainer.
 
     Args:
-        timer: Of the case.
-        log: Values logged in each step.
-        callback: Name of one of our callbacks to add; after a comma, in which way.
-        schedule: ``"torch"`` or ``"ours"`` cycles the learning rate step by step.
-        data: ``"datamodule"`` takes a ``DataLoader`` through a ``LightningDataModule``, ``"prefetch"`` through a
-            ``PrefetchDataModule``.
-        epochs: Whether these data end after ``EPOCH`` batches, and begin again.
-        demo: A task of the demo, ``"digits"`` or ``"volumes"``, in place of the toy network.
-        options: Those of ``train``.
+        timer: Timer of the case.
+        log: Number of values to log in each step.
+        callback: Name of a callback of this package to add; text after a comma selects its arguments.
+        schedule: ``"torch"`` or ``"ours"`` for a learning rate that cycles in each step; empty for a constant one.
+        data: ``"datamodule"`` for a ``LightningDataModule`` with a ``DataLoader``, ``"prefetch"`` for a
+            ``PrefetchDataModule`` with the same loader; empty for batches in memory.
+        epochs: Whether an epoch of these data ends after ``EPOCH`` batches.
+        demo: Task of the demo to train, ``"digits"`` or ``"volumes"``; empty for the toy network.
+        options: Arguments of ``train``.
     """
     from benchmarks.training import Classifier, train
 
@@ -84,11 +84,11 @@ def lightning(
 
 
 def other_lightning(timer: CaseTimer, *, version: str, **options: Any) -> dict[str, float]:
-    """The step of ``lightning`` under a version of Lightning that stands in a folder of its own.
+    """Run the step of ``lightning`` with a version of Lightning that is installed in its own folder.
 
     Raises:
-        SkippedError: If the folder is missing.
-        RuntimeError: If this process has another version.
+        SkippedError: If the folder does not exist.
+        RuntimeError: If another version is imported.
     """
     folder = FOLDER / version
     path = Path(__file__).resolve().parent.parent / folder
@@ -103,7 +103,7 @@ def other_lightning(timer: CaseTimer, *, version: str, **options: Any) -> dict[s
 
 
 def _optimizer(parameters: Iterable[Any], schedule: str) -> Any:
-    """The optimizer; with a schedule, as the user of Lightning writes it or with ours."""
+    """Return the optimizer, with a schedule of torch, of this package, or without one."""
     from lightning_turbo import cyclic_lr
 
     optimizer = sgd(parameters)
@@ -116,7 +116,7 @@ def _optimizer(parameters: Iterable[Any], schedule: str) -> Any:
 
 
 class _Stream(IterableDataset[Any]):
-    """Batches without end for a ``DataLoader``."""
+    """The endless batches of ``Endless`` as a dataset for a ``DataLoader``."""
 
     def __init__(self, loader: Endless) -> None:
         self.loader = loader
@@ -126,7 +126,7 @@ class _Stream(IterableDataset[Any]):
 
 
 def _datamodule(loader: Endless, data: str, epochs: bool) -> LightningDataModule:
-    """The batches through a ``DataLoader`` of a ``LightningDataModule``, ours or Lightning's."""
+    """Return a datamodule of Lightning or of this package whose ``DataLoader`` loads the batches."""
     from lightning_turbo import PrefetchDataModule
     from lightning_turbo._lightning import LightningDataModule
 
@@ -142,13 +142,13 @@ def _datamodule(loader: Endless, data: str, epochs: bool) -> LightningDataModule
 
 
 def _callback(name: str) -> Callback:
-    """One of our callbacks, with arguments under which it works.
+    """Return a callback of this package, with arguments that give it work to do.
 
-    The Doctor takes itself out during the warm-up: its row shows that it leaves nothing behind.
+    The Doctor removes itself during the warm-up, so that its row shows whether it leaves anything behind.
     """
     import lightning_turbo
 
-    weights = itertools.cycle((BATCH, BATCH // 2))  # unequal, so that every window's gradients are corrected
+    weights = itertools.cycle((BATCH, BATCH // 2))  # unequal, so that the gradients of each window are corrected
     arguments: dict[str, dict[str, Any]] = {
         "ExactAccumulation, uneven batches": {"weight": lambda batch: next(weights)},
         "EffectiveBatchSize": {"target": WINDOW * BATCH, "batch_size": BATCH},
@@ -161,7 +161,7 @@ EPOCHS = f"PrefetchDataModule, epochs of {EPOCH} batches"
 LEAN, WINDOWS = {"lean": True}, {"accumulate_grad_batches": WINDOW}
 O1 = {"opt_level": "O1", "dtype": "bf16"}
 LOGGING: dict[str, dict[str, Any]] = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
-# Name, arguments, and what it is divided by besides the plain loop.
+# Name, arguments, and the cases to divide by in addition to the plain loop.
 STOCK_ROWS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("plain loop", {}, ()),
     ("plain loop, fused", {"fused": True}, ()),
@@ -197,7 +197,7 @@ OTHER_BASE = dict.fromkeys((*ACCUMULATING, WINDOWED), WINDOWED) | {EPOCHS: EPOCH
 TIMES: dict[str, Any] = {"steps": 400, "rounds": 25, "warmup": 100, "lead": 20, "seconds": 180}
 SUITE = Suite(
     name="overhead",
-    about="A step of a toy network (batch 16, 32-64-64-10): what everything around it costs.",
+    about="A step of a toy network (batch size 16, layers 32-64-64-10), which shows the cost of everything around it.",
     cases=[
         Case(
             name=name, run=plain if name.startswith("plain") else lightning, config=config,
@@ -221,7 +221,8 @@ SUITE = Suite(
 TASKS: dict[str, dict[str, Any]] = {"toy": {}, "digits": {"demo": "digits"}, "volumes": {"demo": "volumes"}}
 COMPILED = Suite(
     name="compiled",
-    about="A step of compiled networks: the toy network of the suite overhead, and the demo's for digits and volumes.",
+    about="A step of compiled networks: the toy network of the suite overhead, and those of the demo for digits and "
+    "volumes.",
     cases=[
         case
         for task, demo in TASKS.items()
@@ -238,7 +239,7 @@ COMPILED = Suite(
 
 VERSIONS = Suite(
     name="versions",
-    about="A step of the toy network of the suite overhead, under versions of Lightning.",
+    about="A step of the toy network of the suite overhead, with different versions of Lightning.",
     cases=[
         Case(name="plain loop", run=plain),
         *(

@@ -1,4 +1,4 @@
-"""The suite ``patches``: random patches of compressed scans, by PatchDataset beside MONAI's and TorchIO's ways."""
+"""The suite ``patches``: random patches of compressed scans with PatchDataset, MONAI and TorchIO."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Files = list[dict[str, str]]
 
 
 def write_scans(timer: CaseTimer, folder: Path) -> Files:
-    """Smooth volumes with noise, as int16, of slightly different sizes, and a label volume with a ball for each."""
+    """Write smooth int16 volumes with noise, of slightly different sizes, each with a label volume of a ball."""
     import nibabel
 
     for name in ("scans", "masks"):
@@ -75,7 +75,7 @@ def _persistent(timer: CaseTimer, folder: Path, files: Files) -> tuple[Any, Any]
     from monai import data
 
     dataset = data.PersistentDataset(files, _monai_steps(timer), folder / "persistent")
-    for index in range(len(files)):  # the first time it writes what it loads
+    for index in range(len(files)):  # the first access writes the cache
         dataset[index]
     return dataset, data.list_data_collate
 
@@ -90,11 +90,11 @@ MAKERS = {"packed": _packed, "compressed": _compressed, "persistent": _persisten
 
 
 def loaded(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """Batches of four patches by a DataLoader with one worker; of MONAI's those of one scan, as its crop makes them."""
+    """Load batches of four patches with one worker process; with MONAI, of one scan, as its crop returns them."""
     with tempfile.TemporaryDirectory() as name:
         data, collate = MAKERS[by](timer, Path(name), write_scans(timer, Path(name)))
         size = PER_SCAN if isinstance(data, PatchDataset) else 1
-        sampler = RandomSampler(data, num_samples=10**9)  # one epoch follows the other as if they were one
+        sampler = RandomSampler(data, num_samples=10**9)  # one long epoch
         loader = DataLoader(data, size, sampler=sampler, num_workers=1, collate_fn=collate)
         for batch in loader:
             if not timer.step(samples=len(batch["image"])):
@@ -103,7 +103,7 @@ def loaded(timer: CaseTimer, *, by: str) -> dict[str, float]:
 
 
 def torchio_queue(timer: CaseTimer) -> dict[str, float]:
-    """The same by TorchIO's queue with one worker, with long epochs."""
+    """Load such batches with TorchIO's queue with one worker process, in long epochs."""
     import torchio  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as name:
@@ -121,7 +121,7 @@ def torchio_queue(timer: CaseTimer) -> dict[str, float]:
 
 
 def read(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """Single patches of image and label, read in this process."""
+    """Read single patches of image and label in this process."""
     times = []
     with tempfile.TemporaryDirectory() as name:
         data, _ = MAKERS[by](timer, Path(name), write_scans(timer, Path(name)))
@@ -134,8 +134,8 @@ def read(timer: CaseTimer, *, by: str) -> dict[str, float]:
     return {}
 
 
-class _Asked(Dataset[tuple[int, int]]):
-    """Reads the patches of another dataset, and returns the process that does, and how much memory it holds."""
+class _Memory(Dataset[tuple[int, int]]):
+    """Reads the patches of a dataset, and returns the id of the process and the memory that it holds."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -150,22 +150,23 @@ class _Asked(Dataset[tuple[int, int]]):
 
 
 def _held() -> int:
-    """The proportional set size of this process in bytes, in which a page of several processes counts once."""
+    """Return the proportional set size of this process in bytes, which divides shared pages among their processes."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
 
 
-def _hold(make: Callable[[], Any], both: Any, found: Any) -> None:
-    loader = DataLoader(_Asked(make()), None, num_workers=2, persistent_workers=True)
+def _hold(make: Callable[[], Any], barrier: Any, results: Any) -> None:
+    """Be one rank: read all patches, and report the memory of this process and its workers."""
+    loader = DataLoader(_Memory(make()), None, num_workers=2, persistent_workers=True)
     dict(iter(loader))
-    both.wait()  # the other rank has mapped, or loaded, all of it too
+    barrier.wait()  # until the other rank has mapped or loaded all data too
     held = dict(iter(loader))
-    found.put(_held() + sum(held.values()))
-    found.join()
+    results.put(_held() + sum(held.values()))
+    results.join()  # keep the memory until the other rank has reported too
 
 
 def memory(timer: CaseTimer, *, by: str) -> dict[str, float]:
-    """What two ranks with two workers each hold together, each with a dataset of its own, as under DDP."""
+    """Return the memory of two ranks with two workers each. Each rank has its own dataset, as with DDP."""
     context = torch.multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         files = write_scans(timer, Path(name))
@@ -175,13 +176,13 @@ def memory(timer: CaseTimer, *, by: str) -> dict[str, float]:
 
         if by == "packed":
             make()
-        found, both = context.JoinableQueue(), context.Barrier(2)
-        ranks = [context.Process(target=_hold, args=(make, both, found)) for _ in range(2)]
+        results, barrier = context.JoinableQueue(), context.Barrier(2)
+        ranks = [context.Process(target=_hold, args=(make, barrier, results)) for _ in range(2)]
         for rank in ranks:
             rank.start()
-        held = sum(found.get() for _ in ranks)
+        held = sum(results.get() for _ in ranks)
         for _ in ranks:
-            found.task_done()
+            results.task_done()
         for rank in ranks:
             rank.join()
     while timer.step():
@@ -212,9 +213,9 @@ def _cases() -> Iterator[Case]:
 
 SUITE = Suite(
     name="patches",
-    about=f"Four random patches of {PATCH[0]} x {PATCH[1]} x {PATCH[2]} voxels with masks, half of them about "
-    f"foreground, out of {SCANS} scans of about {SHAPE[0]} x {SHAPE[1]} x {SHAPE[2]} in .nii.gz files, with one "
-    "worker; one patch, read in the process itself; and what two ranks with two workers each hold in memory.",
+    about=f"Four random patches of {PATCH[0]} x {PATCH[1]} x {PATCH[2]} voxels with masks, half of them centered on "
+    f"foreground, from {SCANS} scans of about {SHAPE[0]} x {SHAPE[1]} x {SHAPE[2]} in .nii.gz files, with one worker "
+    "process; one patch, without worker processes; and the memory of two ranks with two workers each.",
     cases=list(_cases()),
     aims=[
         Aim(OURS + READ, "", at_most=1.0, quantity="milliseconds_a_patch"),
@@ -224,7 +225,7 @@ SUITE = Suite(
     quick=(PERSISTENT, OURS),
     steps=8,
     warmup=4,
-    lead=4,  # more than a queue holds
+    lead=4,  # more than the queue holds
     seconds=90,
     unit="batch",
 )

@@ -1,4 +1,4 @@
-"""Training loops and loaders of other libraries, each written as its own documentation writes it."""
+"""Training loops and loaders of other libraries, each written as in the documentation of the library."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def train_with_accelerate(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Optimizer) -> dict[str, float]:
-    """Train with Hugging Face Accelerate in bfloat16, batches already being on the device."""
+    """Train with Hugging Face Accelerate in bfloat16, with batches that are on the device already."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=timer.device.type == "cpu")
@@ -35,7 +35,7 @@ def train_with_accelerate(timer: CaseTimer, net: nn.Module, loader: Endless, opt
 def train_with_composer(
     timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Optimizer, precision: str
 ) -> dict[str, float]:
-    """Train with MosaicML Composer, in ``"fp32"`` or ``"amp_bf16"``."""
+    """Train with MosaicML Composer at a precision of ``"fp32"`` or ``"amp_bf16"``."""
     if precision != "fp32" and timer.device.type == "cpu":
         raise SkippedError("Composer has no mixed precision on a CPU")
     from composer import Callback, ComposerModel, Trainer
@@ -53,7 +53,7 @@ def train_with_composer(
 
     losses, batch = Losses(), len(loader.batches[0][1])
 
-    class Pace(Callback):
+    class StepTimer(Callback):
         def batch_end(self, state: Any, logger: object) -> None:
             losses.add(state.loss)
             if not timer.step(samples=batch):
@@ -63,12 +63,12 @@ def train_with_composer(
         model=Model(),
         train_dataloader=loader,
         train_subset_num_batches=10**9,
-        device_train_microbatch_size=batch,  # read from a DataLoader, asked for with any other
+        device_train_microbatch_size=batch,  # required unless the loader is a DataLoader
         optimizers=optimizer,
         max_duration=f"{10**9}ba",
         precision=precision,
         device="gpu" if timer.device.type == "cuda" else "cpu",
-        callbacks=[Pace()],
+        callbacks=[StepTimer()],
         progress_bar=False,
     ).fit()
     return {"loss": losses.mean()}
@@ -77,17 +77,17 @@ def train_with_composer(
 def train_with_apex(
     timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Optimizer, level: str
 ) -> dict[str, float]:
-    """Train with an apex that still has ``apex.amp``, in float16, at a level of ``"O1"`` or ``"O2"``.
+    """Train with ``apex.amp`` in float16, at level ``"O1"`` or ``"O2"``.
 
     Raises:
-        SkippedError: If the installed apex has no ``amp``.
+        SkippedError: On a CPU, or if apex is not installed or has no ``amp``, as newer versions.
     """
     if timer.device.type == "cpu":
         raise SkippedError("apex needs a GPU")
     try:
         from apex import amp
     except ImportError as error:
-        raise SkippedError(f"this apex has no amp ({error})") from None
+        raise SkippedError(f"apex.amp cannot be imported ({error})") from None
     net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
 
     def backward(loss: Tensor) -> None:
@@ -101,10 +101,10 @@ def timm_loader(
     dataset: Dataset[Any], sampler: Sampler[int], batch: int, workers: int, device: torch.device,
     mean: list[float], std: list[float],
 ) -> Iterable[Any]:  # fmt: skip
-    """Build what ``timm.data.create_loader`` builds: uint8 from the workers, float32 and normalised on the device.
+    """Build the loader of ``timm.data.create_loader``: uint8 from the workers, normalized to float32 on the device.
 
-    The data set gives a numpy array of uint8, ``(3, height, width)``, and its label; ``mean`` and ``std`` of the three
-    channels are in units of the largest pixel value.
+    The dataset returns a uint8 NumPy array of shape ``(3, height, width)`` and a label. ``mean`` and ``std`` of the
+    three channels are for pixel values from 0 to 1.
     """
     from timm.data.loader import PrefetchLoader, fast_collate
 
@@ -122,9 +122,9 @@ def _collated(dataset: Dataset[Any], indices: list[int]) -> Any:
 def torchdata_loader(
     dataset: Dataset[Any], sampler: Sampler[int], batch: int, workers: int, method: str
 ) -> Iterable[Any]:
-    """Build torchdata's nodes as its guide for those who come from DataLoader does, by ``"thread"`` or ``"process"``.
+    """Build torchdata's nodes as in its migration guide from DataLoader, with ``"thread"`` or ``"process"`` workers.
 
-    Every epoch starts new workers.
+    Each epoch starts new workers.
     """
     import torchdata.nodes as tn
 
@@ -134,7 +134,7 @@ def torchdata_loader(
 
 
 def monai_loader(dataset: Dataset[Any], sampler: Sampler[int] | None, batch: int, workers: int) -> Iterable[Any]:
-    """Build MONAI's ``ThreadDataLoader``: a thread takes batches ahead, from workers that are threads too."""
+    """Build MONAI's ``ThreadDataLoader``: a thread loads batches ahead, with workers that are threads too."""
     from monai.data import ThreadDataLoader
 
     options: dict[str, Any] = {"sampler": sampler, "num_workers": workers, "use_thread_workers": workers > 0}

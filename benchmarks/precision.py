@@ -1,4 +1,4 @@
-"""The suite ``precision``: O0-O3 beside Lightning's own precisions, plain PyTorch loops, and peers."""
+"""The suite ``precision``: O0 to O3, Lightning's precisions, plain PyTorch loops, and other libraries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["SUITE", "autocast", "half_inputs", "plain_o2"]
 
 
 def _task(timer: CaseTimer) -> tuple[nn.Module, Endless]:
-    """Network and batches for the timer's device."""
+    """Return the network and its batches on the device."""
     net = conv_net(10, width=16 if timer.quick else 32)
     return net.to(timer.device), Endless(image_batches(timer, (3, 32, 32), 10, 32))
 
 
 def autocast(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any, dtype: str) -> dict[str, float]:
-    """A plain loop under autocast, with a scaler where the type is ``"fp16"``."""
+    """Run a plain loop with autocast, and with a gradient scaler if ``dtype`` is ``"fp16"``."""
     forward = partial(torch.autocast, timer.device.type, DTYPES[dtype])
     if dtype != "fp16":
         return plain_loop(timer, net, loader, optimizer, forward=forward)
@@ -41,7 +41,7 @@ def autocast(timer: CaseTimer, net: nn.Module, loader: Endless, optimizer: Any, 
 
 
 def plain(timer: CaseTimer, *, dtype: str = "", channels_last: bool = False, fused: bool = False) -> dict[str, float]:
-    """A plain loop, in float32 or under autocast."""
+    """Run a plain loop, in float32 or with autocast."""
     net, loader = _task(timer)
     if channels_last:
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -51,12 +51,12 @@ def plain(timer: CaseTimer, *, dtype: str = "", channels_last: bool = False, fus
 
 
 def half_inputs(net: nn.Module) -> None:
-    """Let a network cast the images that it is given to bfloat16."""
+    """Add a hook to a network that casts its input to bfloat16."""
     net.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(torch.bfloat16),))
 
 
 def plain_o2(timer: CaseTimer, net: nn.Module, loader: Endless) -> dict[str, float]:
-    """O2 written by hand in bfloat16: half weights, float32 batch norm and masters, foreach copies."""
+    """Run O2 written by hand in bfloat16: half weights, float32 batch norm and masters, foreach copies."""
     masters: list[Tensor] = [parameter.detach().clone() for parameter in net.parameters()]
     net.to(torch.bfloat16)
     for module in net.modules():
@@ -81,19 +81,19 @@ def plain_o2(timer: CaseTimer, net: nn.Module, loader: Endless) -> dict[str, flo
 
 
 def o2_by_hand(timer: CaseTimer) -> dict[str, float]:
-    """O2 written by hand."""
+    """Run O2 written by hand."""
     return plain_o2(timer, *_task(timer))
 
 
 def plain_half(timer: CaseTimer) -> dict[str, float]:
-    """A plain loop in bfloat16 throughout."""
+    """Run a plain loop with weights and inputs in bfloat16."""
     net, loader = _task(timer)
     half_inputs(net.to(torch.bfloat16))
     return plain_loop(timer, net, loader, sgd(net.parameters()))
 
 
 def lightning(timer: CaseTimer, **options: Any) -> dict[str, float]:
-    """The same training under a Trainer; the options are those of ``train``."""
+    """Run the same training in a Trainer; the options are arguments of ``train``."""
     from benchmarks.training import Classifier, train
 
     net, loader = _task(timer)
@@ -104,7 +104,7 @@ PEERS = {"accelerate": train_with_accelerate, "composer": train_with_composer, "
 
 
 def peer(timer: CaseTimer, *, library: str, **options: Any) -> dict[str, float]:
-    """The same training by another library."""
+    """Run the same training with another library."""
     net, loader = _task(timer)
     return PEERS[library](timer, net, loader, sgd(net.parameters()), **options)
 
@@ -112,7 +112,7 @@ def peer(timer: CaseTimer, *, library: str, **options: Any) -> dict[str, float]:
 MIXED, TRUE = "Lightning bf16-mixed", "Lightning bf16-true"
 BY_HAND, AUTOCAST = "PyTorch O2 by hand, bf16", "PyTorch autocast bf16"
 Rows = list[tuple[str, Any, dict[str, Any], tuple[str, ...]]]
-# Kind -> rows: name, function, its arguments, and what it is divided by besides Lightning in float32.
+# Kind -> rows: name, function, its arguments, and the cases to divide by in addition to Lightning in float32.
 ROWS: dict[str, Rows] = {
     "torch": [
         ("Lightning 32-true", lightning, {}, ()),
@@ -141,7 +141,7 @@ ROWS: dict[str, Rows] = {
 PACKAGES = {"accelerate": ("accelerate",), "composer": ("mosaicml",), "apex": ("apex",)}
 SUITE = Suite(
     name="precision",
-    about="One residual network on images of 32 x 32, the same data and seed at every precision.",
+    about="A residual network on images of 32 x 32, with the same data and seed at every precision.",
     cases=[
         Case(
             name=name, run=run, config=config, against=against, kind=kind,

@@ -1,7 +1,7 @@
-"""The suites ``prefetch`` and ``grid``: how much of loading and computing overlaps, in the main cells or in all.
+"""The suites ``prefetch`` (the main cells) and ``grid`` (all cells): how well loading overlaps with computing.
 
-A cell is a kind of step beside a kind of load. Its bound is the longer of the two alone, so that the time of a loader
-divided by the bound is 1 where everything overlaps.
+A cell is a kind of step combined with a kind of load. Its bound is the longer of the two alone: the time of a loader
+divided by the bound is 1 if loading and computing overlap completely.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from lightning_turbo.data.loading.loader import PrefetchLoader
 
 __all__ = ["GRID", "SUITE", "Cell", "grid"]
 
-STEP = 0.010  # seconds of a step
-SAMPLES = 8  # in a batch
-SLICES = 5  # how often a launch-bound step changes between Python and waiting
+STEP = 0.010  # duration of a step in seconds
+SAMPLES = 8  # per batch
+SLICES = 5  # how often a launch-bound step alternates between Python and waiting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One place of the grid.
+    """A kind of step combined with a kind of load.
 
     Attributes:
-        step: ``"free"`` sleeps, as a step that waits for the device; ``"launch"`` runs Python half of its time, as
-            one that is bound by launching kernels.
-        load: ``"io"`` sleeps, ``"compute"`` hashes with the GIL released, ``"python"`` holds the GIL.
-        ratio: Time of a load divided by that of a step.
-        uneven: Whether one batch in 8 takes nine times as long as the others, with the same mean.
-        workers: Worker processes.
+        step: ``"free"`` sleeps, like a step that waits for the device. ``"launch"`` runs Python for half of its time,
+            like a step that is bound by kernel launches.
+        load: ``"io"`` sleeps, ``"compute"`` hashes without the GIL, ``"python"`` holds the GIL.
+        ratio: Time of a load divided by the time of a step.
+        uneven: Whether every eighth batch takes nine times as long as the others, with the same mean.
+        workers: Number of worker processes.
     """
 
     step: str
@@ -52,14 +52,14 @@ class Cell:
 
 
 class Published(DataLoader[Any]):
-    """The usual recipe with prefetch_generator."""
+    """The widely used recipe with ``prefetch_generator``."""
 
     def __iter__(self) -> Any:
         return BackgroundGenerator(super().__iter__())
 
 
 _BUFFER = bytes(1 << 22)
-_CLOSE = 2e-5  # seconds of work that are not worth another piece
+_CLOSE = 2e-5  # seconds of work that are too short for another piece
 
 
 def _python(count: int) -> None:
@@ -69,14 +69,14 @@ def _python(count: int) -> None:
 
 
 def _hash(count: int) -> None:
-    hashlib.sha256(memoryview(_BUFFER)[:count])  # without the GIL
+    hashlib.sha256(memoryview(_BUFFER)[:count])  # releases the GIL
 
 
-_rates: dict[Any, float] = {}  # how much of each kind of work was done in a second of processor time, lately
+_rates: dict[Any, float] = {}  # kind of work -> amount per second of processor time, measured last
 
 
 def _rate(work: Any, count: int = 20_000) -> float:
-    """How much of ``work`` is done in a second, by doing some."""
+    """Return the amount of ``work`` per second, measured by doing ``count`` of it."""
     started = time.thread_time()
     work(count)
     rate = _rates[work] = count / max(time.thread_time() - started, 1e-9)
@@ -84,11 +84,11 @@ def _rate(work: Any, count: int = 20_000) -> float:
 
 
 def _spend(kind: str, seconds: float) -> None:
-    """Sleep, or work for so many seconds of this thread's own processor time.
+    """Sleep, or work for ``seconds`` of processor time of this thread.
 
-    Waiting for the GIL or for a core is not work: alone it takes ``seconds``, with others in the way longer. The clock
-    decides, and half of the time goes by before the pace of just now is relied on, so that a processor that changes
-    its frequency changes nothing.
+    The time of waiting for the GIL or for a core is added. The work is split into pieces: the first takes half of the
+    time by the last known rate, and measures the rate for the next, so that a changing frequency of the processor does
+    not matter.
     """
     if kind == "io":
         time.sleep(seconds)
@@ -102,7 +102,7 @@ def _spend(kind: str, seconds: float) -> None:
 
 
 def _run_step(cell: Cell) -> None:
-    """One step of the cell's kind."""
+    """Run one step of the kind of the cell."""
     if cell.step == "free":
         time.sleep(STEP)
         return
@@ -112,7 +112,7 @@ def _run_step(cell: Cell) -> None:
 
 
 class Loads(Dataset[int]):
-    """Samples that take the cell's time to load."""
+    """Samples that take as long to load as the cell says."""
 
     def __init__(self, cell: Cell, batches: int = 100_000) -> None:
         self.cell = cell
@@ -122,30 +122,30 @@ class Loads(Dataset[int]):
         return self.batches * SAMPLES
 
     def __getitem__(self, index: int) -> int:
-        share = (4.5 if index // SAMPLES % 8 == 7 else 0.5) if self.cell.uneven else 1.0
-        _spend(self.cell.load, share * self.cell.ratio * STEP / SAMPLES)
+        factor = (4.5 if index // SAMPLES % 8 == 7 else 0.5) if self.cell.uneven else 1.0
+        _spend(self.cell.load, factor * self.cell.ratio * STEP / SAMPLES)
         return index
 
 
-def _seconds(things: Iterable[Any], skip: int) -> float:
-    """Mean time of each of some things, without the first ``skip``."""
-    ends = [time.perf_counter() for _ in things]
+def _seconds(items: Iterable[Any], skip: int) -> float:
+    """Return the mean time per item, without the first ``skip`` items."""
+    ends = [time.perf_counter() for _ in items]
     return (ends[-1] - ends[skip - 1]) / (len(ends) - skip)
 
 
-def bound_case(timer: CaseTimer, **cell: Any) -> dict[str, float]:
-    """The longer of load and step, alone."""
-    here = Cell(**cell)
-    loads = _seconds(DataLoader(Loads(here, 24), SAMPLES), 8)
-    batches, steps = iter(DataLoader(Loads(here), SAMPLES)), _seconds((_run_step(here) for _ in range(16)), 2)
+def bound_case(timer: CaseTimer, **settings: Any) -> dict[str, float]:
+    """Run the longer of load and step alone."""
+    cell = Cell(**settings)
+    loads = _seconds(DataLoader(Loads(cell, 24), SAMPLES), 8)
+    batches, steps = iter(DataLoader(Loads(cell), SAMPLES)), _seconds((_run_step(cell) for _ in range(16)), 2)
     while True:
-        next(batches) if loads > steps else _run_step(here)
+        next(batches) if loads > steps else _run_step(cell)
         if not timer.step(samples=SAMPLES):
             return {}
 
 
 def build(name: str, cell: Cell) -> Iterable[Any]:
-    """The cell's loader of one kind."""
+    """Build the loader with this name for a cell."""
     data, options = Loads(cell), {"batch_size": SAMPLES, "num_workers": cell.workers}
     if name == MONAI:
         return monai_loader(data, None, SAMPLES, cell.workers)
@@ -155,12 +155,12 @@ def build(name: str, cell: Cell) -> Iterable[Any]:
     return {"DataLoader": DataLoader, "BackgroundGenerator": Published, OURS: PrefetchLoader}[kind](data, **options)
 
 
-def loader_case(timer: CaseTimer, *, loader: str, **cell: Any) -> dict[str, float]:
-    """Load and step with one kind of loader."""
-    here = Cell(**cell)
-    batches: Any = iter(build(loader, here))
+def loader_case(timer: CaseTimer, *, loader: str, **settings: Any) -> dict[str, float]:
+    """Run the step of a cell on batches of one loader."""
+    cell = Cell(**settings)
+    batches: Any = iter(build(loader, cell))
     for _ in batches:
-        _run_step(here)
+        _run_step(cell)
         if not timer.step(samples=SAMPLES):
             break
     if hasattr(batches, "close"):
@@ -174,7 +174,7 @@ TWO, FOUR = f"{OURS}, 2 threads", f"{OURS}, 4 threads"
 
 
 def grid(ratios: tuple[float, ...] = (0.5, 1.0, 2.0), workers: tuple[int, ...] = (0, 1, 2)) -> list[Cell]:
-    """The cells of some ratios and numbers of workers, the uneven ones with a ratio of 1."""
+    """Return the cells with these ratios and numbers of workers; uneven ones have a ratio of 1."""
     pairs = list(itertools.product(("free", "launch"), ("io", "compute", "python")))
     shapes = [(False, ratio) for ratio in ratios], [(True, 1.0)]
     return [
@@ -194,11 +194,11 @@ def _cases(cell: Cell, loaders: Iterable[str]) -> Iterator[Case]:
         yield Case(name=f"{cell}: {name}", run=loader_case, config=config, base=bound, kind=kind, needs=needs)
 
 
-# The largest time of a step over the bound, in cells that the thread is made for.
+# Largest ratio of time to bound, in the cells that the background thread is meant for.
 LIMITS = {("free", "io"): 1 / 0.95, ("free", "compute"): 1 / 0.95, ("launch", "io"): 1 / 0.88,
           ("launch", "compute"): 1 / 0.88}  # fmt: skip
 MAIN = [cell for cell in grid((1.0,), (0,)) if not (cell.uneven and cell.step == "launch")]
-# For several threads, where the bound is the load in one; and threads in a worker process, beside the GIL's step.
+# SLOW is for several threads: its bound is the load in one thread. WORKER has threads in a worker process.
 SLOW = [Cell(step="free", load=load, ratio=2.0) for load in ("io", "compute")]
 WORKER = [Cell(step="launch", load=load, workers=1) for load in ("io", "compute")]
 CELLS = [
@@ -209,8 +209,8 @@ CELLS = [
 TIMES: dict[str, Any] = {"steps": 32, "rounds": 9, "warmup": 20, "lead": 16}
 SUITE = Suite(
     name="prefetch",
-    about="Loading beside computing: a load takes as long as a step (10 ms), or twice as long for several threads. The "
-    "aims are meant for two cores on which nothing else runs.",
+    about="Loading while computing: a load takes as long as a step (10 ms), or twice as long for several threads. The "
+    "aims are for two cores on which nothing else runs.",
     cases=[case for cell, loaders in CELLS for case in _cases(cell, loaders)],
     aims=[
         *(Aim(f"{cell}: {n}", f"{cell}: DataLoader", 1.02) for cell, names in CELLS for n in names if OURS in n),
@@ -227,7 +227,7 @@ SUITE = Suite(
 )
 GRID = Suite(
     name="grid",
-    about="Loading beside computing in every cell: kinds of step and load, their ratio, and worker processes.",
+    about="Loading while computing in every cell: kinds of step and load, their ratio, and worker processes.",
     cases=[case for cell in grid() for case in _cases(cell, LOADERS)],
     quick=tuple(f"{MAIN[0]}: {name}" for name in ("bound", OURS)),
     **TIMES,

@@ -1,10 +1,11 @@
-"""``python -m benchmarks public``: tune public scripts made small, and judge what is promised by whole epochs.
+"""``python -m benchmarks public``: tune small versions of public scripts, and check the promised factors.
 
-Of each script one setting is measured that a search of all had found to help there: ``--all`` searches again.
+A promise of ``tune`` holds if whole epochs show the same factor. For each script one setting is measured, which an
+earlier search over all settings had recommended; ``--all`` repeats that search.
 
-No script is here: each comes from a clone of its repository in the folder that ``--repositories`` names, at the commit
-of the table. What is made small is outside of it: arguments, limits of the Trainer by variables of the environment
-that Lightning reads, and files of random data where its data set looks for those that it would download.
+The scripts come from clones of their repositories in the folder ``--repositories``, at the commits in ``SCRIPTS``. No
+script is edited. It becomes small by arguments, by limits of the Trainer in environment variables that Lightning reads,
+and by files of random data in the place of those that its dataset would download.
 """
 
 from __future__ import annotations
@@ -42,75 +43,89 @@ COLUMNS = (
     "Width",
     "Contains the promise",
 )
-WIDEST = 0.15  # of the factor, an interval that can tell something
-SOURCES = ("Script", "Trains", "From", "Commit", "Licence", "Made small by")
-DRAW = np.random.default_rng(0)
+WIDEST = 0.15  # width of a useful interval, as a fraction of the factor
+SOURCES = ("Script", "Trains", "From", "Commit", "License", "Made small by")
+GENERATOR = np.random.default_rng(0)
 
 
 def write_words(folder: Path) -> None:
-    """Write a text for ``WikiText2`` of Lightning's demos."""
+    """Write the text file that ``WikiText2`` of Lightning's demos reads."""
     words.write(folder / "wikitext-2.txt")
 
 
 def write_mnist(folder: Path) -> None:
-    """Write images and labels as torchvision's ``MNIST`` reads them, in the number of the real ones."""
+    """Write random files in the format and size of torchvision's ``MNIST``."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for name, count in (("train", 60_000), ("t10k", 10_000)):
         head = np.array([2051, count, 28, 28], ">i4").tobytes()
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + DRAW.bytes(count * 28 * 28))
-        labels = DRAW.integers(10, size=count, dtype=np.uint8).tobytes()
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + GENERATOR.bytes(count * 28 * 28))
+        labels = GENERATOR.integers(10, size=count, dtype=np.uint8).tobytes()
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(np.array([2049, count], ">i4").tobytes() + labels)
 
 
 def write_cifar(folder: Path) -> None:
-    """Write images and labels as torchvision's ``CIFAR10`` reads them, in the number of the real ones."""
+    """Write random files in the format and size of torchvision's ``CIFAR10``."""
     batches = folder / "cifar-10-batches-py"
     batches.mkdir(parents=True)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-        images = DRAW.integers(256, size=(10_000, 3072), dtype=np.uint8)
-        labels = DRAW.integers(10, size=10_000).tolist()
+        images = GENERATOR.integers(256, size=(10_000, 3072), dtype=np.uint8)
+        labels = GENERATOR.integers(10, size=10_000).tolist()
         (batches / name).write_bytes(pickle.dumps({"data": images, "labels": labels}))
     (batches / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {each}" for each in range(10)]}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script of the public, and what makes it small."""
+    """A public script, and what makes it small.
 
-    repository: str  # on GitHub
+    Attributes:
+        repository: Owner and name on GitHub.
+        commit: Commit of the repository.
+        license: License of the script.
+        path: Path of the script in the repository.
+        trains: What the script trains, in words.
+        setting: Setting of ``tune`` to measure.
+        folder: Folder of the repository that the script needs; if empty, the folder of the script.
+        arguments: Arguments of the script.
+        trainer: Arguments of the Trainer that the script does not set itself.
+        data: Folder -> function that writes random data into it.
+        downloads: Whether the script downloads files, so that it runs with ``benchmarks.offline``.
+    """
+
+    repository: str
     commit: str
-    licence: str
+    license: str
     path: str
     trains: str
-    setting: str  # of tune
-    folder: str = ""  # of the repository, what the script needs of it; the script's own if empty
+    setting: str
+    folder: str = ""
     arguments: tuple[str, ...] = ()
-    trainer: Mapping[str, Any] = field(default_factory=dict)  # arguments of the Trainer that the script does not give
-    data: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)  # folder -> what writes its files
-    downloads: bool = False  # runs by ``benchmarks.offline``
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    downloads: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
-        """What is set for it."""
+        """Environment variables of the script."""
         limits = {f"PL_TRAINER_{name.upper()}": str(value) for name, value in self.trainer.items()}
         return {"MPLBACKEND": "Agg", "PATH_DATASETS": "data", **limits}
 
     @property
     def command(self) -> list[str]:
-        """It and its arguments, behind ``lightning-turbo tune``."""
+        """The script with its arguments, as ``lightning-turbo tune`` takes them."""
         return [*(["-m", "benchmarks.offline"] if self.downloads else []), self.path, *self.arguments]
 
 
 LIGHTNING: dict[str, Any] = {
     "repository": "Lightning-AI/pytorch-lightning",
     "commit": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
-    "licence": "Apache-2.0",
+    "license": "Apache-2.0",
 }
 TUTORIALS: dict[str, Any] = {
     "repository": "Lightning-AI/tutorials",
     "commit": "15817658a2d63afa338b9e1cd8454fb98d746fac",
-    "licence": "CC BY-SA",
+    "license": "CC BY-SA",
     "downloads": True,
 }
 UVA = "course_UvA-DL"
@@ -174,7 +189,7 @@ SCRIPTS = {
     "hydra": Script(
         repository="ashleve/lightning-hydra-template",
         commit="bddbc24b82ab6ccfa6243e815a49dc5bfe8d4144",
-        licence="MIT",
+        license="MIT",
         path="src/train.py",
         folder=".",
         trains="a classifier of MNIST, put together by Hydra",
@@ -185,7 +200,7 @@ SCRIPTS = {
     "svi": Script(
         repository="pyro-ppl/pyro",
         commit="ff6ae1c9572591791aae8842bcd702fcf0b46fd6",
-        licence="Apache-2.0",
+        license="Apache-2.0",
         path="examples/svi_lightning.py",
         trains="a probabilistic model, with Pyro",
         setting="lean",
@@ -202,17 +217,17 @@ SCRIPTS = {
 
 
 def tune(script: Script, repositories: Path, folder: Path, out: Path, options: Sequence[str]) -> dict[str, Any]:
-    """Tune a script in a folder that gets what it needs of its repository.
+    """Tune a script in a folder with a copy of the part of its repository that it needs.
 
     Args:
-        script: From the table.
-        repositories: The folder of clones.
-        folder: An empty one.
-        out: Where tune writes.
-        options: Of the command.
+        script: The script.
+        repositories: Folder with the clones.
+        folder: Empty folder for the copy.
+        out: Folder for the results of ``tune``.
+        options: Further options of ``lightning-turbo tune``.
 
     Returns:
-        What tune wrote to ``out``.
+        The content of ``tune.json``, or an ``"error"``.
     """
     clone = repositories / Path(script.repository).name
     archive, part = folder / "part.zip", script.folder or str(Path(script.path).parent)
@@ -226,17 +241,17 @@ def tune(script: Script, repositories: Path, folder: Path, out: Path, options: S
     command = [sys.executable, "-m", "lightning_turbo", "tune", "--confirm", *options]
     ended = subprocess.run([*command, "--out", str(out), *script.command], cwd=folder, env=environment, check=False)
     if ended.returncode:
-        (out / "tune.json").unlink(missing_ok=True)  # of a search that was ended
+        (out / "tune.json").unlink(missing_ok=True)  # the results are not complete
         return {"error": f"tune ended with exit status {ended.returncode}"}
     return json.loads((out / "tune.json").read_text())
 
 
 def confirmed(results: Mapping[str, Any]) -> str:
-    """Return whether the measured interval of whole epochs contains the promise of one; nothing of none trained."""
+    """Return whether the interval measured by whole epochs contains the promise; empty if no epoch was trained."""
     epochs = results.get("epochs", {})
     if "promised" not in epochs:
         return epochs.get("error", "")
-    if not epochs.get("promised_epochs", True):  # older results are all of epochs
+    if not epochs.get("promised_epochs", True):  # older results have no such key, and promise epochs
         return "of steps alone"
     if epochs["interval"] is None:
         return "one pair"
@@ -245,14 +260,14 @@ def confirmed(results: Mapping[str, Any]) -> str:
 
 
 def width(results: Mapping[str, Any]) -> float | None:
-    """Return how wide the measured interval is, as a share of the factor."""
+    """Return the width of the measured interval, as a fraction of the factor."""
     epochs = results.get("epochs", {})
     low, high = epochs.get("interval") or (None, None)
     return None if low is None else (high - low) / epochs["factor"]
 
 
 def row(name: str, results: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a script."""
+    """Return the cells of a script in the first table."""
     if "error" in results:
         return [f"`{name}`", results["error"], *[""] * 6]
     chosen, epochs, wide = results["chosen"], results.get("epochs", {}), width(results)
@@ -275,15 +290,15 @@ def _factor(factor: float, interval: Sequence[float] | None) -> str:
 
 
 def source(name: str, script: Script) -> list[str]:
-    """Return the cells that say where a script is from, and what makes it small."""
+    """Return the cells of a script in the second table: its source, and what makes it small."""
     limits = [f"{each}={value}" for each, value in script.trainer.items()]
     where = f"[{script.repository}](https://github.com/{script.repository}/blob/{script.commit}/{script.path})"
     small = ", ".join([*limits, *filter(None, [shlex.join(script.arguments)])])
-    return [f"`{name}`", script.trains, where, script.commit[:7], script.licence, small]
+    return [f"`{name}`", script.trains, where, script.commit[:7], script.license, small]
 
 
 def page(results: Mapping[str, Mapping[str, Any]], minutes: float) -> list[str]:
-    """Return the lines of the page."""
+    """Return the lines of the Markdown page."""
     answers = [confirmed(each) for each in results.values()]
     promises = len(answers) - answers.count("")
     widths = [each for each in map(width, results.values()) if each is not None]
@@ -295,49 +310,51 @@ def page(results: Mapping[str, Mapping[str, Any]], minutes: float) -> list[str]:
     versions = [f"{name} {found}" for name in PACKAGES if (found := installed_version(name))]
     return [
         "# Public scripts: what tune promises, and what whole epochs show\n",
-        f"The measured interval of an epoch's factor contains the promise in {answers.count('yes')} of {promises}",
-        f"scripts with a recommendation, and is no wider than {100 * WIDEST:.0f} % in {narrow} of {len(widths)}.\n",
+        f"In {answers.count('yes')} of {promises} scripts with a recommendation, the measured interval of the factor",
+        f"contains the promise. It is at most {100 * WIDEST:.0f} % wide in {narrow} of {len(widths)}.\n",
         f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `{command}`.",
         f"{facts['processor']}, {facts['cores']} cores, {', '.join(versions)}.",
-        *([f"Other programs took {min(loads):.1f} to {max(loads):.1f} cores meanwhile.\n"] if loads else [""]),
+        *([f"Other programs used {min(loads):.1f} to {max(loads):.1f} cores meanwhile.\n"] if loads else [""]),
         *markdown_table(COLUMNS, [row(name, each) for name, each in results.items()]),
-        "\nPromised: by rounds of steps, a border and a part of a validation in pairs of processes. Measured: whole",
-        "epochs without and with the recommendation, in two processes that go on alternately, second by second.",
-        "No script was edited. Data are random, in files as the real ones.\n",
+        "\nPromised: from rounds of steps, the border between two epochs and a part of a validation, in pairs of",
+        "processes. Measured: whole epochs without and with the recommendation, in two processes that alternate every",
+        "second. No script was edited. The data are random, in files of the real format.\n",
         *markdown_table(SOURCES, [source(name, SCRIPTS[name]) for name in results]),
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line, tune, and return 1 where epochs were not as promised."""
+    """Tune the scripts, and return 1 if the epochs of one contradict its promise."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks public", description="Tune public scripts made small.")
-    parser.add_argument("--repositories", type=Path, required=True, help="folder of clones, named as on GitHub")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each, without the epochs (default: 2)")
-    parser.add_argument("--page", type=Path, help="write the tables to this file, too")
-    parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="scripts")
-    parser.add_argument("--all", action="store_true", help="search all settings, in place of one a script")
-    parser.add_argument("--out", type=Path, default=Path("runs/public"), help="what tune writes (default: runs/public)")
-    parser.add_argument("--resume", action="store_true", help="keep what is in --out of an earlier run")
-    asked = parser.parse_args(arguments)
-    repositories = {SCRIPTS[name].repository for name in asked.only}
-    if missing := [each for each in sorted(repositories) if not (asked.repositories / Path(each).name).is_dir()]:
-        clones = [f"git clone https://github.com/{each} {asked.repositories / Path(each).name}" for each in missing]
-        parser.error("\n".join(["expected clones of all repositories:", *clones]))
+    parser.add_argument("--repositories", type=Path, required=True, help="folder with the clones, named as on GitHub")
+    parser.add_argument("--minutes", type=float, default=2.0, help="limit per script, without epochs (default: 2)")
+    parser.add_argument("--page", type=Path, help="also write the tables to this file")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="scripts (default: all)"
+    )
+    parser.add_argument("--all", action="store_true", help="search all settings instead of one per script")
+    parser.add_argument("--out", type=Path, default=Path("runs/public"), help="results of tune (default: runs/public)")
+    parser.add_argument("--resume", action="store_true", help="continue the results in --out")
+    options = parser.parse_args(arguments)
+    repositories = {SCRIPTS[name].repository for name in options.only}
+    if missing := [each for each in sorted(repositories) if not (options.repositories / Path(each).name).is_dir()]:
+        clones = [f"git clone https://github.com/{each} {options.repositories / Path(each).name}" for each in missing]
+        parser.error("\n".join(["--repositories: expected clones of all repositories. Run:", *clones]))
     found: dict[str, dict[str, Any]] = {}
-    for name in asked.only:
-        clones, out = asked.repositories.absolute(), asked.out.absolute() / name
+    for name in options.only:
+        clones, out = options.repositories.absolute(), options.out.absolute() / name
         with tempfile.TemporaryDirectory() as folder:
-            if asked.resume and (out / "tune.json").exists():
+            if options.resume and (out / "tune.json").exists():
                 found[name] = json.loads((out / "tune.json").read_text())
             else:
-                options = ["--minutes", str(asked.minutes)]
-                options += [] if asked.all else ["--only", SCRIPTS[name].setting]
-                options += ["--resume"] if asked.resume and (out / "measured.json").exists() else []
-                found[name] = tune(SCRIPTS[name], clones, Path(folder), out, options)
-        print_lines(" | ".join(row(name, found[name])))  # what is known is not lost
-    print_lines("", *page(found, asked.minutes))
-    if asked.page is not None:
-        asked.page.write_text("\n".join(page(found, asked.minutes)) + "\n")
+                further = ["--minutes", str(options.minutes)]
+                further += [] if options.all else ["--only", SCRIPTS[name].setting]
+                further += ["--resume"] if options.resume and (out / "measured.json").exists() else []
+                found[name] = tune(SCRIPTS[name], clones, Path(folder), out, further)
+        print_lines(" | ".join(row(name, found[name])))  # now, so that Ctrl-C does not lose it
+    print_lines("", *page(found, options.minutes))
+    if options.page is not None:
+        options.page.write_text("\n".join(page(found, options.minutes)) + "\n")
     return 1 if any(confirmed(results) == "no" for results in found.values()) else 0
 
 

@@ -1,4 +1,4 @@
-"""Reports results as JSON, Markdown and pictures in a folder, and as tables in the terminal."""
+"""The report: results as JSON, Markdown, pictures and tables in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figures
-from benchmarks.figures import Summary, interval, step_seconds, summarise
+from benchmarks.figures import Summary, interval, step_seconds, summarize
 from benchmarks.runner import FORMAT
 from benchmarks.suite import BenchError
 from lightning_turbo._files import whole_file
@@ -31,22 +31,23 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def figure(row: Row, quantity: str) -> Summary | None:
-    """Return what a case came to: in ``"seconds"`` a step, ``"peak_bytes"``, or one of the numbers that it returned."""
+    """Return one quantity of a case: ``"seconds"`` per step, ``"peak_bytes"``, or a number that the case returned."""
     if quantity == "seconds":
         return step_seconds(row)
     value = row["peak_bytes"] if quantity == "peak_bytes" else row["numbers"].get(quantity)
-    return None if value is None else summarise([value])
+    return None if value is None else summarize([value])
 
 
 def ratio(row: Row, other: Row, quantity: str = "seconds") -> Summary | None:
-    """Return one case divided by another: below 1 is faster, or smaller. Times are divided pair by pair.
+    """Return the ratio of two cases, below 1 if ``row`` is faster or smaller. Times are divided round by round.
 
-    It is ``None`` if there is nothing to divide, or the lower value is zero.
+    Returns:
+        The ratio, or ``None`` if one of the values is missing or the denominator is zero.
     """
     if quantity == "seconds":
         return figures.ratio(row, other)
     above, below = figure(row, quantity), figure(other, quantity)
-    return None if above is None or below is None or not below.median else summarise([above.median / below.median])
+    return None if above is None or below is None or not below.median else summarize([above.median / below.median])
 
 
 def _spread(value: Summary | None, unit: float = 1.0, decimals: int | None = None) -> str:
@@ -69,12 +70,12 @@ def _heading(name: str) -> str:
 
 
 def _throughput(row: Row) -> str:
-    rates = summarise([part["samples"] / part["seconds"] for part in row["rounds"] if part["samples"]])
+    rates = summarize([part["samples"] / part["seconds"] for part in row["rounds"] if part["samples"]])
     return f"{rates.median:.0f}" if rates else ""
 
 
 def _scale(suite: Row) -> tuple[float, str]:
-    """The unit that suits the times of a suite best."""
+    """Return the unit that suits the times of a suite best, as seconds and symbol."""
     times = [value.median for row in suite["rows"] if row["status"] != "failed" and (value := step_seconds(row))]
     return next((scale for scale in SCALES if times and min(times) >= scale[0]), SCALES[-1] if times else SCALES[0])
 
@@ -113,16 +114,16 @@ def _pair_table(suite: Row) -> Table:
 
 
 def aim_verdicts(suite: Row, machine: Row) -> list[tuple[Row, Summary | None, tuple[float, float] | None, str]]:
-    """Return each aim of a suite with its result.
+    """Return each aim of a suite with its verdict.
 
     Args:
         suite: One of the ``suites`` of the results.
         machine: The ``machine`` of the results.
 
     Returns:
-        Aim, ratio, its 95 % interval where there were processes enough, and ``"met"``, ``"missed"``, ``"undecided"``
-        (that interval, or without it the quartiles, lie on both sides of the limit), ``"not measured"``, or ``"does
-        not count here"`` where the machine lacks what the aim asks for.
+        Tuples of the aim, the ratio, the 95 % interval of the ratio if there were enough processes, and the verdict:
+        ``"met"``, ``"missed"``, ``"undecided"`` if the limit lies within the interval (or, without an interval, within
+        the quartiles), ``"not measured"``, or ``"does not count here"`` if the machine lacks the aim's ``fact``.
     """
     known = {row["case"]: row for row in suite["rows"]}
     verdicts = []
@@ -147,14 +148,14 @@ def _verdict(aim: Row, value: Summary | None, ends: tuple[float, float] | None, 
 
 
 def suite_tables(suite: Row, machine: Row) -> list[Table]:
-    """Return the tables of a suite: the cases, the further pairs, the aims; empty ones are left out.
+    """Return the tables of a suite, without empty ones: the cases, the further pairs, and the aims.
 
     Args:
         suite: One of the ``suites`` of the results.
         machine: The ``machine`` of the results.
 
     Returns:
-        Pairs of column names and lines of cells.
+        Pairs of column names and rows of cells.
     """
     aims = [
         [
@@ -171,8 +172,8 @@ def markdown(results: Row, pictures: Sequence[str] = ()) -> str:
     """Return the report as Markdown.
 
     Args:
-        results: What ``measure`` returned.
-        pictures: Names of suites that have a picture beside the report.
+        results: The results of ``measure``.
+        pictures: Names of the suites that have a picture in the folder of the report.
     """
     machine = results["machine"]
     lines = [f"# Benchmark on {machine.get('gpu') or machine['processor']}"]
@@ -196,14 +197,14 @@ def markdown(results: Row, pictures: Sequence[str] = ()) -> str:
 
 
 def _baselines(rows: Sequence[Row]) -> str:
-    """The baseline of each case: its ``base``, which is its own baseline."""
+    """Return a sentence that names the baselines: the cases that are their own ``base``."""
     names = [row["case"] for row in rows if row["case"] == row["base"]]
     named = "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
     return f"Baseline: {named}." if len(names) == 1 else f"Baselines, each for the cases of its kind: {named}."
 
 
 def _settings(results: Row) -> list[str]:
-    """The collapsed end of a report: when, with which command, how and on which machine it was measured."""
+    """Return the collapsed end of a report: when, with which command, how and on which machine it was measured."""
     machine = dict(results["machine"])
     ended = f"Begun {results['started']}, ended {results['finished'] or 'not'}"
     if results["interrupted"]:
@@ -215,28 +216,28 @@ def _settings(results: Row) -> list[str]:
     lines += [f"Command: `{shlex.join(results['command'])}`", "", HOW, "", "| | |", "| --- | --- |"]
     for key, value in facts.items():
         text = f"{value / 2**30:.1f} GiB" if key.endswith("_bytes") and value else str(value)
-        text = f"`{text}`" if isinstance(value, list | dict) else text  # patterns hold asterisks, names underscores
+        text = f"`{text}`" if isinstance(value, list | dict) else text  # asterisks and underscores are Markdown
         lines.append(f"| {key.removesuffix('_bytes').replace('_', ' ')} | {text} |")
     return [*lines, "", "</details>"]
 
 
 def _factor(quotient: float, quantity: str) -> str:
-    """Describe a ratio: how many times as fast, or how much smaller."""
+    """Return a ratio in words, such as "2.6 times as fast" or "1.2 times smaller"."""
     better, worse = ("as fast", "as long") if quantity == "seconds" else ("smaller", "larger")
-    factor, said = (quotient, worse) if quotient >= 1 else (1 / quotient if quotient else math.inf, better)
-    return "" if f"{factor:.2f}" == "1.00" else f"{factor:.2g} times {said}"
+    factor, words = (quotient, worse) if quotient >= 1 else (1 / quotient if quotient else math.inf, better)
+    return "" if f"{factor:.2f}" == "1.00" else f"{factor:.2g} times {words}"
 
 
 def draw_suite(suite: Row, path: Path, where: str) -> bool:
-    """Write a bar chart of the first cases of a suite that share a baseline.
+    """Draw a bar chart of the first group of cases of a suite that share a baseline.
 
     Args:
         suite: One of the ``suites`` of the results.
-        path: A PNG file to write.
+        path: The PNG file to write.
         where: The hardware, for the title.
 
     Returns:
-        Whether there was anything to draw.
+        Whether there was a case to draw.
     """
     quantity, known = suite["quantity"], {row["case"]: row for row in suite["rows"]}
     scale, label = 2.0**20 if quantity.endswith("_bytes") else 1.0, _heading(quantity)
@@ -247,8 +248,8 @@ def draw_suite(suite: Row, path: Path, where: str) -> bool:
     def bar(row: Row, value: Summary) -> Bar:
         quotient = ratio(row, known[row["base"]], quantity) if row["base"] in known else None
         middle, low, high = (number / scale for number in (value.median, value.low, value.high))
-        said = _factor(quotient.median, quantity) if quotient else ""
-        text = ", ".join(filter(None, (three_digits(middle), said)))
+        factor = _factor(quotient.median, quantity) if quotient else ""
+        text = ", ".join(filter(None, (three_digits(middle), factor)))
         kind = "baseline" if row["case"] == row["base"] else row["kind"]
         return Bar(name=row["case"], value=middle, low=low, high=high, text=text, kind=KINDS[kind])
 
@@ -257,7 +258,7 @@ def draw_suite(suite: Row, path: Path, where: str) -> bool:
     for row, value in measured:
         if value is not None:
             groups.setdefault(row["base"], []).append(bar(row, value))
-    # One message: the first cases that share a baseline. The others may be of another quantity; the tables have all.
+    # A chart has one message: the first cases that share a baseline. Others may have another unit. The tables show all.
     bars = next((group for group in groups.values() if len(group) > 1), next(iter(groups.values()), []))
     if bars:
         colors = {KINDS[kind]: color for kind, color in COLORS.items()}
@@ -269,8 +270,8 @@ def write_report(results: Row, folder: Path) -> list[Path]:
     """Write ``results.json``, ``results.md`` and a picture for each suite, and return their paths.
 
     Args:
-        results: What ``measure`` returned.
-        folder: Where; made if missing.
+        results: The results of ``measure``.
+        folder: Folder for the files; created if missing.
     """
     where = results["machine"].get("gpu") or results["machine"]["processor"]
     paths = [write_json(results, folder / "results.json"), folder / "results.md"]
@@ -282,10 +283,13 @@ def write_report(results: Row, folder: Path) -> list[Path]:
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """Read a ``results.json``, given by its path or its folder.
+    """Read ``results.json``.
+
+    Args:
+        path: The file, or the folder that contains it.
 
     Raises:
-        BenchError: If it is not one, or of another format.
+        BenchError: If the file cannot be read, is not the result of ``python -m benchmarks``, or has another format.
     """
     file = path / "results.json" if path.is_dir() else path
     try:

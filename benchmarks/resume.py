@@ -1,7 +1,7 @@
-"""``python -m benchmarks resume``: which samples a run sees twice, and which never, after a stop within an epoch.
+"""``python -m benchmarks resume``: how many samples a run repeats or loses when it is resumed in mid-epoch.
 
-Each case is a run that is stopped after three steps of its second epoch, in processes of its own, and goes on in
-others: Lightning with ``Prefetch``, Lightning alone, and Accelerate as its documentation says, if it is installed.
+Each case stops a run after three steps of its second epoch and resumes it in new processes: Lightning with
+``Prefetch``, Lightning alone, and, if it is installed, Accelerate as in its documentation.
 """
 
 # pyright: reportMissingImports=false
@@ -37,7 +37,13 @@ SAMPLES, EPOCHS, STOP, SEED = 64, 2, 3, 0
 
 
 class Setup(NamedTuple):
-    """Of a life of a run: ranks, samples of a rank's batch, and worker processes of each."""
+    """Settings of a run before or after the stop.
+
+    Attributes:
+        ranks: Number of ranks.
+        batch_size: Number of samples in a batch of one rank.
+        workers: Number of worker processes per rank.
+    """
 
     ranks: int = 1
     batch_size: int = 4
@@ -118,30 +124,30 @@ def _accelerate(setup: Setup, folder: Path, again: bool) -> list[Any]:
     return seen
 
 
-def _live(tool: str, life: int, folder: Path, cases: Sequence[str]) -> None:
-    """Run one rank of a life of some cases, and write what it saw in the epoch of the stop."""
+def _run_rank(tool: str, part: int, folder: Path, cases: Sequence[str]) -> None:
+    """Run one rank before (``part=0``) or after (``part=1``) the stop, and save which samples of the epoch it saw."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for case in cases:
         place = folder / case
         place.mkdir(exist_ok=True)
-        setup, again = CASES[case][life], life > 0
+        setup, again = CASES[case][part], part > 0
         if tool == "Accelerate":
             seen = _accelerate(setup, place, again)
         else:
             seen = _lightning(setup, place, again, ours=tool != "Lightning")
         indices = [index for epoch, batch in seen if epoch == 1 for index in batch]
-        (place / f"{life}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(indices))
+        (place / f"{part}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(indices))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
-def _start(tool: str, life: int, ranks: int, folder: Path, cases: Sequence[str]) -> None:
-    """Run the ranks of a life of some cases to their end.
+def _run_ranks(tool: str, part: int, ranks: int, folder: Path, cases: Sequence[str]) -> None:
+    """Run all ranks of one part of some cases to their end.
 
     Raises:
-        RuntimeError: With what they said, if one of them fails.
+        RuntimeError: If a rank fails; the message has the output of all ranks.
     """
     jobs = []
     with socket.socket() as free:
@@ -151,21 +157,21 @@ def _start(tool: str, life: int, ranks: int, folder: Path, cases: Sequence[str])
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "resume"}
         job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(job if ranks > 1 else {})}
-        words = [sys.executable, "-m", "benchmarks", "resume", "--life", tool, str(life), str(folder), *cases]
-        jobs.append(subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-    said = [job.communicate()[1].decode() for job in jobs]
+        command = [sys.executable, "-m", "benchmarks", "resume", "--part", tool, str(part), str(folder), *cases]
+        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    errors = [job.communicate()[1].decode() for job in jobs]
     if any(job.returncode for job in jobs):
-        raise RuntimeError(f"{tool}: {''.join(said)[-2000:]}")
+        raise RuntimeError(f"{tool}: {''.join(errors)[-2000:]}")
 
 
 def count(tool: str, cases: Sequence[str]) -> list[tuple[int, int]]:
-    """Return of each case how many samples of the epoch of the stop are seen twice or more, and how many never."""
+    """Return for each case how many samples of the epoch are seen more than once, and how many never."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        for life, ranks in itertools.product((0, 1), (1, 2)):
-            chosen = [case for case in cases if CASES[case][life].ranks == ranks]
+        for part, ranks in itertools.product((0, 1), (1, 2)):
+            chosen = [case for case in cases if CASES[case][part].ranks == ranks]
             if chosen:
-                _start(tool, life, ranks, folder, chosen)
+                _run_ranks(tool, part, ranks, folder, chosen)
         counts = []
         for case in cases:
             files = (folder / case).glob("*.json")
@@ -175,7 +181,7 @@ def count(tool: str, cases: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def cost(rounds: int, batches: int = 2000) -> dict[str, list[float]]:
-    """Return microseconds of a step over a ``PrefetchLoader``, interleaved without and with ``ExactResume``."""
+    """Return microseconds per step with a ``PrefetchLoader``, alternately without and with ``ExactResume``."""
     import lightning.pytorch as pl
 
     from lightning_turbo import ExactResume, PrefetchLoader
@@ -183,16 +189,16 @@ def cost(rounds: int, batches: int = 2000) -> dict[str, list[float]]:
     class Net(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.began, self.seconds = torch.nn.Parameter(torch.zeros(())), 0.0, 0.0
+            self.weight, self.started, self.seconds = torch.nn.Parameter(torch.zeros(())), 0.0, 0.0
 
-        def on_train_start(self) -> None:
-            self.began = time.perf_counter()
+        def on_train_run_ranks(self) -> None:
+            self.started = time.perf_counter()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.weight.square()
 
         def on_train_end(self) -> None:
-            self.seconds = time.perf_counter() - self.began
+            self.seconds = time.perf_counter() - self.started
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -205,7 +211,7 @@ def cost(rounds: int, batches: int = 2000) -> dict[str, list[float]]:
             enable_model_summary=False, callbacks=[ExactResume()] if name == "with" else [],
         )  # fmt: skip
         trainer.fit(net, PrefetchLoader(data, 4, shuffle=True))
-        if number:  # the first round warms up
+        if number:  # the first round is a warm-up
             microseconds[name].append(1e6 * net.seconds / batches)
     return microseconds
 
@@ -220,21 +226,21 @@ def _print_cost(rounds: int) -> None:
     low, middle, high = statistics.quantiles(differences, n=4)
     print_lines(
         f"A step takes {statistics.median(both['without']):.0f} microseconds without ExactResume and "
-        f"{statistics.median(both['with']):.0f} with it; the difference is {middle:+.1f}, half of {rounds} rounds are "
-        f"between {low:+.1f} and {high:+.1f}."
+        f"{statistics.median(both['with']):.0f} with it. The median difference of {rounds} rounds is {middle:+.1f}, "
+        f"with quartiles of {low:+.1f} and {high:+.1f}."
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks resume", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES), help="cases to run")
-    parser.add_argument("--cost", type=int, metavar="ROUNDS", help="measure instead what ExactResume adds to a step")
-    parser.add_argument("--life", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES), help="cases (default: all)")
+    parser.add_argument("--cost", type=int, metavar="ROUNDS", help="measure what ExactResume adds to a step instead")
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.life:
-        tool, life, folder, *cases = options.life
-        _live(tool, int(life), Path(folder), cases)
+    if options.part:
+        tool, part, folder, *cases = options.part
+        _run_rank(tool, int(part), Path(folder), cases)
         return 0
     if options.cost:
         _print_cost(options.cost)
@@ -243,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools += ["Accelerate"] * (importlib.util.find_spec("accelerate") is not None)
     counts = [count(tool, options.only) for tool in tools]
     print_lines(
-        f"Of {SAMPLES} samples of the epoch, seen twice / never:", "", f"| What changes | {' | '.join(tools)} |"
+        f"Samples of {SAMPLES} in the epoch, seen twice / never:", "", f"| What changes | {' | '.join(tools)} |"
     )
     print_lines("|---" * (len(tools) + 1) + "|")
     for case, *row in zip(options.only, *counts, strict=True):

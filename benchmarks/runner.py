@@ -1,4 +1,4 @@
-"""Runs cases in their own processes, in interleaved rounds, until all are measured or the time is up."""
+"""The runner: measures cases in their own processes, in interleaved rounds, until all are done or the time is up."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from lightning_turbo.measure import (
 __all__ = ["FORMAT", "Settings", "choose_suites", "differences", "measure"]
 
 FORMAT = 2  # of results.json; raised when a field changes its meaning
-FEWEST_SWEEPS = 3  # however little time there is: a median needs some values
-START_SHARE = 2 / 3  # of a group's time; after it no further case is started, so that those which are get some rounds
-# Cases that start at the same time. The largest groups are some 20 ResNet-50 at batch 128 on one GPU. Computed, not
-# measured: a step in float32 takes 13 GiB (10.3 of them activations), a case that is held 1.2; two starts 50 of 80 GiB.
+FEWEST_SWEEPS = 3  # even if the time is short, because a median needs some values
+START_SHARE = 2 / 3  # of a group's time; then no further process starts, so that the started ones get some rounds
+# Processes that start at the same time. The largest group has about 20 ResNet-50 at batch size 128 on one GPU.
+# Computed, not measured: a step in float32 needs 13 GiB (10.3 GiB of activations) and a held process 1.2 GiB, so that
+# two starts need 50 of 80 GiB.
 STARTS = {"cpu": 4, "cuda": 2}
-# With --quick: of the measuring in all and of the rounds of a suite; the pictures come after it.
+# With --quick: time limits of the whole measurement, without the pictures, and of the rounds of one suite.
 QUICK_SECONDS, QUICK_ROUNDS_SECONDS = 105.0, 5.0
-# What must be alike for times of two runs to be compared directly, or to stand in one table.
+# What must be equal for the times of two runs to be comparable, or to go into one table.
 SAME = ("processor", "cores", "system", "environment", "gpu")
 SAME_SETTINGS = ("device", "threads", "quick")
 
@@ -51,19 +52,19 @@ class Settings:
     """What to measure and how: the options of ``python -m benchmarks``.
 
     Raises:
-        BenchError: If a value is impossible, or CUDA is asked for where there is none.
+        BenchError: If a value is invalid, or if the device is CUDA and torch sees no GPU.
     """
 
     suite: str = "all"  # or a key of SUITES
-    quick: bool = False  # short rounds of the suites' main cases, and small data
-    resume: bool = False  # go on with the results in `out`: what is measured already is kept
+    quick: bool = False  # only the main cases of each suite, in short rounds, with small data
+    resume: bool = False  # continue the results in `out`; finished cases are kept
     out: Path = Path("runs/benchmarks")
-    only: tuple[str, ...] = ()  # patterns of cases, as in a shell, upper and lower case alike; empty for all
+    only: tuple[str, ...] = ()  # shell patterns of case names, not case-sensitive; empty for all cases
     device: str = "auto"
-    threads: int | None = None  # of torch in each case; None leaves torch's choice
-    rounds: int | None = None  # of a case, however long they take; None leaves the suite's own number and time
-    minutes: float | None = None  # when the measuring ends; each case gets its share of what is left
-    processes: int = 1  # of each case, one after the other: two that run the same code differ by several per cent
+    threads: int | None = None  # torch threads per case; None for torch's choice
+    rounds: int | None = None  # rounds per case, however long they take; None for the suite's number and time limit
+    minutes: float | None = None  # time limit; each case gets its share of the time that is left
+    processes: int = 1  # per case, one after another: two processes with equal code differ by several per cent
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,20 +77,20 @@ class Settings:
         for name in ("threads", "rounds", "processes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BenchError(f"{name}={value!r}: expected an integer of 1 or more")
-        if not 0 <= self.seed < 2**32:  # as numpy takes them
+        if not 0 <= self.seed < 2**32:  # the seeds that NumPy accepts
             raise BenchError(f"seed={self.seed!r}: expected an integer from 0 to 2**32 - 1")
         if self.minutes is not None and not self.minutes > 0:
             raise BenchError(f"minutes={self.minutes!r}: expected a number above 0")
 
     @property
     def seconds(self) -> float:
-        """The time limit of all measurements; infinite without one."""
+        """The time limit of the whole measurement, infinite if there is none."""
         if self.minutes is not None:
             return 60 * self.minutes
         return QUICK_SECONDS if self.quick else math.inf
 
     def chosen(self, suite: Suite) -> list[str]:
-        """Return the names of the cases of a suite to run: the requested ones and their baselines."""
+        """Return the names of the cases of a suite to run: the selected ones and their baselines."""
         if not self.only and not self.quick and suite.telling and (self.minutes or math.inf) <= suite.telling_minutes:
             return [name for name in suite.known if name in suite.telling]
         if not self.only:
@@ -100,7 +101,7 @@ class Settings:
 
 
 def choose_suites(settings: Settings) -> list[Suite]:
-    """Return the suites that have a case to run, in order.
+    """Return the suites that have at least one case to run, in order.
 
     Raises:
         BenchError: If ``only`` matches no case of any suite.
@@ -116,12 +117,12 @@ class SuiteRun:
     """One suite while it is measured.
 
     Args:
-        suite: What to measure.
-        settings: How.
-        former: The entry of the suite in the results that are gone on with, or ``None``.
-        folder: Working directory of the cases.
-        progress: Where to show how far it is.
-        interrupt: Whether to stop.
+        suite: The suite to measure.
+        settings: How to measure it.
+        former: The suite's entry in the results to continue, or ``None``.
+        folder: Working directory of the processes.
+        progress: Displays the progress.
+        interrupt: Says whether to stop.
         save: Called after each sweep of rounds.
     """
 
@@ -149,7 +150,7 @@ class SuiteRun:
         )  # fmt: skip
 
     def _rows(self, former: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The rows of the cases selected now or before; unfinished ones start again."""
+        """Return the rows of the cases that are selected now or were measured before; unfinished ones start again."""
         rows = {}
         for case in self.suite.cases:
             row = former.get(case.name)
@@ -207,7 +208,7 @@ class SuiteRun:
         return Process(arguments, task, log=log, folder=self.folder, environment=environment, popen=popen)
 
     def left(self) -> list[list[str]]:
-        """Return the groups left to measure: cases that lack a process, with their baselines."""
+        """Return the groups left to measure: cases that still need a process, with their baselines."""
         lacking = {name for name in self.chosen if self._lacks(self.rows[name])}
         wanted = lacking | {other for name, other in self.suite.pairs() if name in lacking and other in self.chosen}
         groups = [[name for name in group if name in wanted] for group in self.suite.groups()]
@@ -218,27 +219,27 @@ class SuiteRun:
         return row["status"] in ("interrupted", "ok") and len(processes) < self.settings.processes
 
     def _first(self) -> int:
-        """The number of the next process.
+        """Return the number of the next process.
 
-        Rounds are paired by the number of their sweep, from ``number * sweeps`` on: those of a run that goes on come
-        after those of the former one.
+        Rounds are paired by their sweep, and process ``number`` starts with sweep ``number * sweeps``. Thus the sweeps
+        of a continued run come after those of the previous one.
         """
         parts = [part for row in self.rows.values() for part in row["rounds"]]
         after = max((part["process"] + 1 for part in parts), default=0)
         return max([after, *(math.ceil((part["sweep"] + 1) / self.sweeps) for part in parts)])
 
     def _skip(self) -> None:
-        """Leave out the cases whose packages are not installed."""
+        """Mark the cases whose packages are not installed as skipped."""
         for name in self.chosen:
             missing = [each for each in self.suite.known[name].needs if installed_version(each) is None]
             if missing and self.rows[name]["status"] != "skipped":
                 self.interleaved.lose(name, "skipped", f"{' and '.join(missing)} not installed")
 
     def run(self, later: int) -> None:
-        """Measure one group after the other; an interruption keeps what is measured.
+        """Measure one group after another. An interruption keeps the results so far.
 
         Args:
-            later: Processes to start in the suites after this one.
+            later: Number of processes that the suites after this one will start.
         """
         settings = self.settings
         self._skip()
@@ -259,7 +260,7 @@ class SuiteRun:
 
     def _measure(self, group: list[str], number: int, starts: int) -> None:
         """Run one process per case of a group, within the group's share of the remaining time."""
-        settings, size, begun = self.settings, len(group), time.monotonic()
+        settings, size, started = self.settings, len(group), time.monotonic()
         share = self.interrupt.left * size / starts
         limit = QUICK_ROUNDS_SECONDS if settings.quick else math.inf if settings.rounds else self.suite.seconds
         seconds = limit * size / (len(self.chosen) * settings.processes)
@@ -269,14 +270,14 @@ class SuiteRun:
             rounds=self.sweeps,
             number=number,
             fewest=math.ceil(FEWEST_SWEEPS / settings.processes),
-            start_until=begun + START_SHARE * share,
-            until=begun + share,
+            start_until=started + START_SHARE * share,
+            until=started + share,
             seconds=seconds,
         )
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Describe how the conditions of two results differ; if empty, their times are directly comparable."""
+    """Return how the conditions of two results differ; if the list is empty, their times are comparable."""
     pairs = [(key, before["machine"].get(key) or None, after["machine"].get(key) or None) for key in SAME]
     pairs += [(key, before["settings"].get(key), after["settings"].get(key)) for key in SAME_SETTINGS]
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in pairs if old != new]
@@ -302,43 +303,44 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the suites that the settings name.
 
-    A case that fails is reported in its row. Ctrl-C or SIGTERM ends the measuring and keeps what there is; a second one
-    stops at once.
+    A case that fails is reported in its row. Ctrl-C or SIGTERM ends the measurement and keeps the results so far; a
+    second one stops at once.
 
     Args:
         settings: What to measure and how.
-        former: Results to go on with, or ``None``.
-        save: Called with the results so far after every sweep of rounds, and at the end.
+        former: Results to continue, or ``None``.
+        save: Called with the results so far after each sweep of rounds, and at the end.
 
     Returns:
-        The results in plain values, as ``results.json`` holds them.
+        The results as plain values, the content of ``results.json``.
 
     Raises:
-        BenchError: If ``only`` matches no case of any suite, or the former results are from other circumstances.
+        BenchError: If ``only`` matches no case of any suite, or if ``former`` comes from another machine or other
+            settings.
     """
     suites, results = choose_suites(settings), _new_results(settings)
     known: dict[str, Any] = {}
     if former is not None:
         if differing := differences(former, results):
-            raise BenchError(f"expected the machine and settings of the results in {settings.out}; got {differing}")
+            raise BenchError(f"expected the machine and settings of the results in {settings.out}, got {differing}")
         known = {entry["suite"]: entry for entry in former["suites"]}
         results["started"] = former["started"]
     interrupt = Interrupt(settings.seconds)
 
     def keep() -> None:
-        current = {**known, **{run.suite.name: run.results() for run in begun}}
+        current = {**known, **{run.suite.name: run.results() for run in started_runs}}
         results.update(suites=list(current.values()), interrupted=interrupt.pressed)
         save(results)
 
-    begun: list[SuiteRun] = []
+    started_runs: list[SuiteRun] = []
     with interrupt.caught(), Progress(interrupt.deadline) as progress, tempfile.TemporaryDirectory() as folder:
         runs = [SuiteRun(s, settings, known.get(s.name), Path(folder), progress, interrupt, keep) for s in suites]
         for position, run in enumerate(runs):
             if interrupt.left < 0:
                 results["not_run"].append(run.suite.name)
-                progress.say(f"{run.suite.name}: not run, because no time is left for it")
+                progress.say(f"{run.suite.name}: not run, because the time is up")
                 continue
-            begun.append(run)
+            started_runs.append(run)
             progress.say(f"{run.suite.name}: {len(run.chosen)} cases")
             try:
                 later = sum(len(group) for other in runs[position + 1 :] for group in other.left())

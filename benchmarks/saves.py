@@ -1,4 +1,4 @@
-"""The suite ``saves``: the longest step of a training that writes a checkpoint every ten steps."""
+"""The suite ``saves``: the longest step of a run that writes a checkpoint every ten steps."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from benchmarks.work import Endless, image_batches
 
 __all__ = ["SUITE"]
 
-EVERY = 10  # steps
-SKIPPED = 2 * EVERY + 1  # in which the memory for copies is allocated, and queues of writers settle
+EVERY = 10  # steps between two checkpoints
+SKIPPED = 2 * EVERY + 1  # first steps, in which memory for copies is allocated and the queues of writers fill
 
 
 def saving(timer: CaseTimer, *, io: str = "") -> dict[str, float]:
     """Train with Adam, and write a checkpoint every ``EVERY`` steps.
 
     Args:
-        timer: Of the case.
-        io: A checkpoint IO of Lightning or of this package, or none; ``background`` for ours in the background.
+        timer: Timer of the case.
+        io: Checkpoint IO: ``"torch"`` or ``"async"`` of Lightning, ``"atomic"`` or ``"background"`` of this package;
+            empty for no checkpoints.
 
     Returns:
-        Loss; the longest step and the median of them, in seconds; the bytes of a file.
+        The loss; the longest step, the median of the longest of each ten steps, and the median step, in milliseconds;
+        the size of a checkpoint in bytes.
     """
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -40,24 +42,27 @@ def saving(timer: CaseTimer, *, io: str = "") -> dict[str, float]:
     from lightning_turbo._lightning import Callback
 
     class Clock(Callback):
-        """Notes how long it is from the begin of a step to that of the next, without the time between rounds."""
+        """Records when each step starts, without the time between rounds.
+
+        It also replaces the timer of the case, so that it can measure how long ``step`` waits.
+        """
 
         def __init__(self) -> None:
-            self.begins: list[float] = []
-            self.away = 0.0
+            self.starts: list[float] = []
+            self.waited = 0.0
 
         def __getattr__(self, name: str) -> Any:
             return getattr(timer, name)
 
         def step(self, samples: int) -> bool:
-            began = time.perf_counter()
+            started = time.perf_counter()
             running = timer.step(samples)
-            self.away += time.perf_counter() - began
+            self.waited += time.perf_counter() - started
             return running
 
         def on_train_batch_start(self, *args: Any, **options: Any) -> None:
             timer.synchronize()
-            self.begins.append(time.perf_counter() - self.away)
+            self.starts.append(time.perf_counter() - self.waited)
 
     width, depth = (64, 2) if timer.quick else (1024, 12) if timer.device.type == "cpu" else (4096, 12)
     layers = [(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
@@ -75,13 +80,13 @@ def saving(timer: CaseTimer, *, io: str = "") -> dict[str, float]:
             callbacks=[*(saves if io else []), clock], quiet=False, **{**QUIET, **options},
         )  # fmt: skip
         size = sum(file.stat().st_size for file in Path(folder).glob("*.ckpt"))
-    spans = [after - before for before, after in itertools.pairwise(clock.begins)][SKIPPED:] or [0.0]
-    longest = [max(spans[n : n + EVERY]) for n in range(0, max(1, len(spans) - EVERY + 1), EVERY)]
+    times = [after - before for before, after in itertools.pairwise(clock.starts)][SKIPPED:] or [0.0]
+    longest = [max(times[n : n + EVERY]) for n in range(0, max(1, len(times) - EVERY + 1), EVERY)]
     return {
         **numbers,
-        "longest_step_ms": 1e3 * max(spans),
+        "longest_step_ms": 1e3 * max(times),
         "longest_of_ten_ms": 1e3 * statistics.median(longest),
-        "median_step_ms": 1e3 * statistics.median(spans),
+        "median_step_ms": 1e3 * statistics.median(times),
         "file_bytes": size,
     }
 
@@ -89,7 +94,7 @@ def saving(timer: CaseTimer, *, io: str = "") -> dict[str, float]:
 NONE, OURS = "no checkpoints", "AtomicCheckpointIO(background=True)"
 SUITE = Suite(
     name="saves",
-    about=f"A perceptron with Adam that writes a checkpoint every {EVERY} steps, to the system's temporary folder.",
+    about=f"A perceptron trained with Adam, with a checkpoint every {EVERY} steps in the system's temporary folder.",
     cases=[
         Case(name=NONE, run=saving),
         Case(name="Lightning's TorchCheckpointIO", run=saving, config={"io": "torch"}),

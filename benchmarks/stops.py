@@ -1,7 +1,7 @@
-"""``python -m benchmarks stops``: which loaders give each sample once, in order, when they are stopped several times.
+"""``python -m benchmarks stops``: which loaders return each sample once and in order if they are stopped several times.
 
-Each loader is stopped and built again by ``lightning_turbo.testing.report_resume``, which shows what comes out beside
-a run without a stop. A peer that is not installed is left out; each row runs in a process of its own.
+``lightning_turbo.testing.report_resume`` stops each loader, builds a new one, and compares the samples with those of a
+run without stops. Each row runs in its own process. Libraries that are not installed are left out.
 """
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -28,18 +28,23 @@ from lightning_turbo.measure import print_lines
 __all__ = ["PEERS", "main"]
 
 SAMPLES, BATCH, EPOCHS, SHARDS = 240, 4, 2, 4
-SECONDS = 240  # a row that takes longer has hung
+SECONDS = 240  # time limit of a row
 
 
 class Peer(NamedTuple):
-    """A loader of the table."""
+    """A loader of the table.
 
-    make: Callable[[int, Path], Any]  # number of worker processes, and a folder of its own -> a new loader
-    package: str  # that has to be installed
+    Attributes:
+        make: Called with the number of worker processes and a folder for its files; returns a new loader.
+        package: Distribution that must be installed.
+    """
+
+    make: Callable[[int, Path], Any]
+    package: str
 
 
 class Rows(torch.utils.data.Dataset[int]):
-    """Numbers."""
+    """The numbers from 0 to ``SAMPLES - 1``."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -49,7 +54,7 @@ class Rows(torch.utils.data.Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Numbers as a stream, dealt out to worker processes, that knows its place."""
+    """The same numbers as a stream with state, divided among worker processes."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -71,7 +76,7 @@ class Stream(IterableDataset[int]):
 
 
 class WithIterator:
-    """A loader whose iterator has the state, not the loader: the iterator of the epoch under way answers for it."""
+    """Adapts a loader whose iterator has the state: state methods use the iterator of the current epoch."""
 
     def __init__(self, loader: Any, get: str, put: str) -> None:
         self.loader, self._get, self._put = loader, get, put
@@ -131,8 +136,8 @@ def _accelerate(workers: int, folder: Path) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
-    # As its examples begin. With worker processes, the order of the first epoch is drawn while the loader is prepared,
-    # from the global RNG whatever ``data_seed`` is.
+    # As at the start of its examples. With worker processes, ``prepare`` draws the order of the first epoch from the
+    # global RNG, whatever ``data_seed`` is.
     set_seed(0)
     settings = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
@@ -176,7 +181,7 @@ def _mosaic(workers: int, folder: Path) -> Any:
 PEERS = {
     "this package, `PrefetchLoader`": Peer(_ours, "torch"),
     "this package, a stream with its state": Peer(_our_stream, "torch"),
-    "this package, a stream of Hugging Face": Peer(lambda *given: _hugging_face(*given, ours=True), "datasets"),
+    "this package, a stream of Hugging Face": Peer(lambda *args: _hugging_face(*args, ours=True), "datasets"),
     "torchdata, `StatefulDataLoader`": Peer(_torchdata, "torchdata"),
     "torchdata, a stream with its state": Peer(_torchdata_stream, "torchdata"),
     "torchdata, a stream of Hugging Face": Peer(_hugging_face, "datasets"),
@@ -194,8 +199,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _try(name: str, stops: int, workers: int) -> None:
-    """Print the report of a row as JSON."""
+def _print_report(name: str, stops: int, workers: int) -> None:
+    """Print the result of one cell as JSON."""
     from lightning_turbo.testing import report_resume
 
     warnings.simplefilter("ignore")
@@ -209,10 +214,10 @@ def _try(name: str, stops: int, workers: int) -> None:
 
 
 def _cell(name: str, stops: int, workers: int) -> str:
-    """Return what a row of the table shows for a loader; run it in a process of its own."""
-    words = [sys.executable, "-m", "benchmarks", "stops", "--row", name, str(stops), str(workers)]
+    """Measure a loader in its own process, and return the cell of the table."""
+    command = [sys.executable, "-m", "benchmarks", "stops", "--row", name, str(stops), str(workers)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return f"no end within {SECONDS} s"
     if done.returncode:
@@ -225,14 +230,14 @@ def _cell(name: str, stops: int, workers: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks stops", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="loaders to try, as 'Grain*'")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="loaders, for example 'Grain*'")
     parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.row:
         name, stops, workers = options.row
-        _try(name, int(stops), int(workers))
+        _print_report(name, int(stops), int(workers))
         return 0
-    there = {
+    peers = {
         name: peer
         for name, peer in PEERS.items()
         if _version(peer.package) and any(fnmatch(name, pattern) for pattern in options.only)
@@ -240,14 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = [(stops, workers) for workers in (0, 2) for stops in (1, 3)]
     heads = [f"{stops} {'stop' if stops == 1 else 'stops'}, {workers} workers" for stops, workers in columns]
     print_lines(
-        f"Of {EPOCHS} epochs of {SAMPLES} samples, seen twice / never / order equal, with stops at random batches of "
-        "each epoch and at its ends:",
+        f"Samples of {EPOCHS} epochs of {SAMPLES}: seen twice / never / in the same order. Stops are at random batches "
+        "and at the ends of the epochs:",
         "",
         f"| Loader | {' | '.join(heads)} |",
         "|---" * (len(columns) + 1) + "|",
     )
-    for name in there:
+    for name in peers:
         print_lines(f"| {name} | {' | '.join(_cell(name, *column) for column in columns)} |")
-    packages = dict.fromkeys(["torch", *(peer.package for peer in there.values())])
+    packages = dict.fromkeys(["torch", *(peer.package for peer in peers.values())])
     print_lines("", ", ".join(f"{package} {_version(package)}" for package in packages))
     return 0

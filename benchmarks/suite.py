@@ -22,7 +22,7 @@ from lightning_turbo.measure import SkippedError
 
 __all__ = ["APART", "SUITES", "Aim", "BenchError", "Case", "CaseTimer", "SkippedError", "Suite", "load_suite"]
 
-# Name of a suite -> module and variable that hold it, in the order in which `all` runs them.
+# Name of a suite -> its module and variable, in the order in which `all` runs them.
 SUITES: dict[str, str] = {
     "precision": "benchmarks.precision:SUITE",
     "overhead": "benchmarks.overhead:SUITE",
@@ -42,7 +42,7 @@ SUITES: dict[str, str] = {
     "grid": "benchmarks.prefetch:GRID",
     "gpu": "benchmarks.gpu:SUITE",
 }
-APART = ("versions", "grid", "gpu")  # what `all` leaves out
+APART = ("versions", "grid", "gpu")  # not part of `all`
 
 
 class BenchError(TurboError, ValueError):
@@ -72,12 +72,13 @@ class Case:
 
     Args:
         name: Unique in its suite.
-        run: The function, as described above.
-        config: Keyword arguments for it, plain values only.
-        base: The case that this one is divided by; empty for the suite's first case.
-        against: Further cases that it is divided by.
-        needs: Distributions, as pip names them, without which it is skipped.
-        kind: ``"torch"`` for PyTorch and Lightning, ``"ours"``, or ``"peer"``; the color of its bar.
+        run: The function, as described at the top of this module.
+        config: Keyword arguments of ``run``, as values that JSON can represent.
+        base: Name of the baseline, by whose time the report divides the time of this case; if empty, the first case of
+            the suite.
+        against: Names of further cases to divide by.
+        needs: Distributions, by their names on PyPI, without which the case is skipped.
+        kind: ``"torch"`` for PyTorch and Lightning, ``"ours"``, or ``"peer"``. It sets the color of the bar.
     """
 
     name: str
@@ -91,14 +92,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Aim:
-    """A limit on the ratio of two cases, pair by pair, that the report checks.
+    """An upper limit on the ratio of two cases, or on a number of one case, that the report checks.
 
     Args:
-        case: The case of which something is claimed.
-        against: What it is divided by; empty where ``quantity`` is a number of the case that is limited itself.
-        at_most: Largest ratio that meets the aim; below 1 is faster or smaller.
-        quantity: ``"seconds"`` a step, ``"peak_bytes"``, or a number that the cases return.
-        fact: Entry of the machine's description that must be true for it to count, or empty.
+        case: Name of the case that the aim is about.
+        against: Name of the case to divide by; if empty, the limit applies to the ``quantity`` of ``case`` itself.
+        at_most: Largest value that meets the aim. A ratio below 1 is faster or smaller.
+        quantity: ``"seconds"`` per step, ``"peak_bytes"``, or the name of a number that the cases return.
+        fact: Entry of the machine's description that must be true for the aim to apply; empty for every machine.
     """
 
     case: str
@@ -110,32 +111,36 @@ class Aim:
 
 @dataclass(kw_only=True)
 class Suite:
-    """Cases measured together.
+    """Cases that are measured together.
 
     Args:
-        name: On the command line.
-        about: One sentence for the head of its table.
-        cases: The first is the baseline of all that name no other ``base``.
-        aims: What the report checks.
-        quick: Names of the few cases that ``--quick`` runs: each start of a process takes seconds.
-        telling: Names of the cases that are measured where ``--minutes`` is at most ``telling_minutes``; none: all.
-        telling_minutes: Up to which time not all cases are measured.
-        steps: Of a round, which should last a tenth of a second or more.
-        rounds: Of each case.
-        warmup: Steps before the first round, not measured.
-        lead: Steps at the head of each round, not measured, in which queues and caches settle after the case was held.
-            At least 1 on a GPU, whose memory a case gives back while it is held.
-        round_seconds: Of a round, whose steps are then as many as fit by the time of its lead; 0 for ``steps``.
-        seconds: After which no further sweep of rounds begins, unless the number of rounds is asked for.
-        quantity: What ratios and the picture are about: ``"seconds"``, ``"peak_bytes"`` or a number of the cases.
-        unit: What a step is, in the report.
-        environment: Variables of all its processes.
-        forked: Whether its processes are forked from one that has imported torch and Lightning, where it has many.
-        prepare: Run once, in the runner, before the cases: facts for the report. It gets a timer for seed and device,
-            and calls no ``step``.
+        name: Name on the command line.
+        about: One sentence that the report prints above the table.
+        cases: The first one is the baseline of all cases without a ``base``.
+        aims: Limits that the report checks.
+        quick: Names of the cases that ``--quick`` runs. They should be few, because each process takes seconds to
+            start.
+        telling: Names of the cases to measure if ``--minutes`` is at most ``telling_minutes``; if empty, all cases.
+        telling_minutes: Largest ``--minutes`` for which only the ``telling`` cases are measured.
+        steps: Steps per round. A round should take a tenth of a second or more.
+        rounds: Rounds per case.
+        warmup: Steps before the first round, which are not measured.
+        lead: Steps before each round, which are not measured, in which queues and caches settle after the process was
+            held. On a GPU at least 1, because a process releases unused GPU memory while it waits.
+        round_seconds: Duration of a round. The time of the lead decides how many steps fit. If 0, a round has ``steps``
+            steps.
+        seconds: Time after which no further sweep of rounds starts, unless ``--rounds`` sets their number.
+        quantity: What the ratios and the picture show: ``"seconds"``, ``"peak_bytes"`` or a number that the cases
+            return.
+        unit: What the report calls a step.
+        environment: Environment variables of all processes.
+        forked: Whether to fork the processes from one that has imported torch and Lightning, which saves time in a
+            suite of many cases.
+        prepare: Called once in the runner, before the cases; returns facts for the report. It receives a timer for
+            device and seed, on which it must not call ``step``.
 
     Raises:
-        ValueError: If a name is taken twice, or refers to nothing.
+        ValueError: If two cases have the same name, or a name refers to no case.
     """
 
     name: str
@@ -160,22 +165,22 @@ class Suite:
     def __post_init__(self) -> None:
         self.known = {case.name: case for case in self.cases}
         if len(self.known) != len(self.cases):
-            raise ValueError(f"suite {self.name!r}: expected a name of its own for each of its {len(self.cases)} cases")
+            raise ValueError(f"suite {self.name!r}: expected {len(self.cases)} different names, got {len(self.known)}")
         for one, other in [*self.pairs(), *((name, name) for name in (*self.quick, *self.telling))]:
             if missing := {one, other} - set(self.known):
-                raise ValueError(f"suite {self.name!r}: {one!r} refers to {missing}; its cases are {list(self.known)}")
+                raise ValueError(f"suite {self.name!r}: {one!r} refers to {missing}. Use one of {list(self.known)}")
 
     def base(self, name: str) -> str:
         """Return the name of a case's baseline."""
         return self.known[name].base or self.cases[0].name
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return every pair of a case and a baseline of it."""
+        """Return each case paired with every case that it is divided by."""
         pairs = [(case.name, other) for case in self.cases for other in (self.base(case.name), *case.against)]
         return pairs + [(aim.case, aim.against or aim.case) for aim in self.aims]
 
     def groups(self) -> list[list[str]]:
-        """Return the groups of cases that are compared with each other, whose rounds must be interleaved."""
+        """Return the groups of cases that are compared with each other, so that their rounds must be interleaved."""
         group_of = {name: {name} for name in self.known}
         for one, other in self.pairs():
             merged = group_of[one] | group_of[other]
@@ -185,6 +190,6 @@ class Suite:
 
 
 def load_suite(name: str) -> Suite:
-    """Import the suite with a name in ``SUITES``."""
+    """Import and return the suite with this name in ``SUITES``."""
     module, _, variable = SUITES[name].partition(":")
     return getattr(importlib.import_module(module), variable)

@@ -1,4 +1,7 @@
-"""What cases share with Lightning, imported inside their functions: a module around any network, and a Trainer."""
+"""What cases with Lightning share: a LightningModule around any network, and a Trainer.
+
+The functions of the cases import this module, because it imports Lightning.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from lightning_turbo._lightning import Callback, LightningDataModule, LightningM
 
 __all__ = ["QUIET", "Classifier", "apex_amp", "train"]
 
-# A Trainer without what writes or draws.
+# Arguments of a Trainer that writes nothing and shows nothing.
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
 
 
 class Classifier(LightningModule):
-    """An ordinary LightningModule around a network.
+    """A LightningModule that trains a network to classify.
 
     Args:
-        net: Gives logits.
-        optimizer: Makes the optimizer from the network's parameters.
-        log: How many values the training step logs.
+        net: A network that returns logits.
+        optimizer: Called with the parameters of the network; returns what ``configure_optimizers`` may return.
+        log: Number of values that the training step logs.
     """
 
     def __init__(self, net: nn.Module, optimizer: Callable[[Any], Any], log: int = 0) -> None:
@@ -53,8 +56,8 @@ class Classifier(LightningModule):
         return self.optimizer(self.net.parameters())
 
 
-class _Pace(Callback):
-    """Tells the timer of every training batch, and stops the Trainer when the case is over."""
+class _StepTimer(Callback):
+    """Calls ``timer.step`` after each training batch, and stops the Trainer when it returns ``False``."""
 
     def __init__(self, timer: CaseTimer, samples: int) -> None:
         self.timer = timer
@@ -62,14 +65,14 @@ class _Pace(Callback):
         self.losses = Losses()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
+        """Record the loss and report the step."""
         self.losses.add(outputs["loss"])
         if not self.timer.step(self.samples):
             trainer.should_stop = True
 
 
 def apex_amp(opt_level: Any, dtype: str | None = None, **options: Any) -> Precision:
-    """Build our precision plugin, with a ``dtype`` of ``"bf16"``, ``"fp16"``, or ``None`` for the plugin's choice."""
+    """Build ``ApexAMP`` with a ``dtype`` of ``"bf16"``, ``"fp16"``, or ``None`` for its default."""
     from lightning_turbo import ApexAMP
 
     return ApexAMP(opt_level, dtype=DTYPES[dtype] if dtype else None, **options)
@@ -87,25 +90,25 @@ def train(
     quiet: bool = True,
     **trainer: Any,
 ) -> dict[str, float]:
-    """Fit through a Trainer until the timer says stop.
+    """Fit with a Trainer until ``timer.step`` returns ``False``.
 
     Args:
-        timer: Of the case.
-        module: What to train.
-        loader: Its training batches, repeated when they end; or a datamodule.
-        samples: Samples a batch.
+        timer: Timer of the case.
+        module: The module to train.
+        loader: Training batches, epoch after epoch; or a datamodule.
+        samples: Number of samples per batch.
         callbacks: Further callbacks.
-        amp: Arguments of ``ApexAMP``, or ``None`` for none.
-        turbo: Arguments of ``TurboStrategy``, or ``None`` for Lightning's own strategy.
-        quiet: Whether logger, checkpoints, bar and summary are off.
-        trainer: Arguments of the Trainer.
+        amp: Arguments of ``apex_amp``, or ``None`` for no plugin.
+        turbo: Arguments of ``TurboStrategy``, or ``None`` for Lightning's strategy.
+        quiet: Whether to turn off logger, checkpoints, progress bar and model summary.
+        trainer: Further arguments of the Trainer.
 
     Returns:
-        The mean loss of ``Losses``.
+        The mean loss, as in ``Losses``.
     """
     from lightning_turbo import TurboStrategy
 
-    pace = _Pace(timer, samples)
+    step_timer = _StepTimer(timer, samples)
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning|pytorch_lightning")
     if amp is not None:
         trainer["plugins"] = [apex_amp(**amp)]
@@ -113,5 +116,5 @@ def train(
         trainer["strategy"] = TurboStrategy(**turbo)
     device = {"accelerator": "gpu" if timer.device.type == "cuda" else "cpu", "devices": 1}
     options: dict[str, Any] = {**device, "max_epochs": -1, **(QUIET if quiet else {}), **trainer}
-    Trainer(**options, callbacks=[*callbacks, pace]).fit(module, loader)
-    return {"loss": pace.losses.mean()}
+    Trainer(**options, callbacks=[*callbacks, step_timer]).fit(module, loader)
+    return {"loss": step_timer.losses.mean()}

@@ -1,11 +1,11 @@
-"""Write a small text of random words to data/wikitext-2.txt, where Lightning's demo reads it."""
+"""Writes a text of random words to ``data/wikitext-2.txt``, where ``WikiText2`` of Lightning's demos reads it."""
 
 import random
 from pathlib import Path
 
 
 def write(path: Path) -> None:
-    """Write 12,000 lines of 25 words out of 5,000."""
+    """Write 12,000 lines of 25 words from a vocabulary of 5,000."""
     draw = random.Random(0)
     words = [f"w{number}" for number in range(5000)]
     weights = [1 / rank for rank in range(1, 5001)]

@@ -1,4 +1,4 @@
-"""What cases share without Lightning: networks, data, and a plain PyTorch loop."""
+"""What cases without Lightning share: networks, data, and a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Endless:
-    """The same few batches over and over, so that loading costs nothing and no epoch ends."""
+    """Repeats a few batches forever, so that loading costs nothing and no epoch ends."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
@@ -33,25 +33,25 @@ class Endless:
 
 
 class Losses:
-    """The losses of steps 23 to 30, or of the last eight of fewer steps, kept on their device until the end."""
+    """The losses of steps 23 to 30, or of the last eight of fewer steps; they stay on their device until ``mean``."""
 
     def __init__(self) -> None:
         self._kept: deque[Tensor] = deque(maxlen=8)
         self._left = 30
 
     def add(self, loss: Tensor) -> None:
-        """Note the loss of a step."""
+        """Record the loss of a step."""
         if self._left:
             self._left -= 1
             self._kept.append(loss.detach())
 
     def mean(self) -> float:
-        """Return the mean of those kept, as a number."""
+        """Return the mean of the recorded losses."""
         return torch.stack([loss.float() for loss in self._kept]).mean().item()
 
 
 class _Residual(nn.Module):
-    """Layers around a shortcut, which has a convolution of its own where the shape changes."""
+    """Adds a shortcut to the output of some layers, with a convolution where the shape changes."""
 
     def __init__(self, layers: list[nn.Module], shortcut: list[nn.Module], inplace: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Residual(nn.Module):
 
 
 def _block(inside: int, outside: int, stride: int) -> nn.Module:
-    """Two convolutions with batch norm around a shortcut."""
+    """Build a residual block of two convolutions with batch norm."""
     first, second = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
     layers = [first, second, nn.ReLU(), nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)]
     same = stride == 1 and inside == outside
@@ -73,18 +73,18 @@ def _block(inside: int, outside: int, stride: int) -> nn.Module:
 
 
 def conv_net(classes: int = 10, width: int = 32) -> nn.Module:
-    """Build a small residual network for images of ``(batch, 3, 32, 32)``, of ``width`` channels at first."""
+    """Build a small residual network for images of shape ``(batch, 3, 32, 32)``; it starts with ``width`` channels."""
     stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     blocks = [_block(width, width, 1), _block(width, 2 * width, 2), _block(2 * width, 4 * width, 2)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
 
 
 def resnet50(dims: int, classes: int) -> nn.Module:
-    """Build a ResNet-50: torchvision's in 2D; in 3D MONAI's without bias, whose first convolution has stride 1.
+    """Build a ResNet-50: in 2D that of torchvision; in 3D that of MONAI without bias, whose first stride is 1.
 
     Args:
-        dims: 2 for images with three channels, 3 for volumes with one.
-        classes: Number of outputs.
+        dims: 2 for images with three channels, 3 for volumes with one channel.
+        classes: Number of logits.
     """
     conv, norm, pool, mean, inputs, stride = (
         (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, 3, 2)
@@ -110,19 +110,19 @@ def resnet50(dims: int, classes: int) -> nn.Module:
 
 
 def toy_net() -> nn.Module:
-    """Build a network that costs nearly nothing, for batches of ``(batch, 32)``."""
+    """Build a network that takes hardly any time, for inputs of shape ``(batch, 32)``."""
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def image_batches(timer: CaseTimer, shape: tuple[int, ...], classes: int, batch: int, count: int = 4) -> list[Batch]:
-    """Make labelled noise on the timer's device, with a faint pattern for each class that can be learned.
+    """Make batches of noise with labels on the device; each class adds a faint pattern that can be learned.
 
     Args:
-        timer: Gives device and seed.
-        shape: Of one image, channels first.
-        classes: Number of labels.
-        batch: Samples a batch.
-        count: How many batches.
+        timer: Timer of the case, for device and seed.
+        shape: Shape of one image, channels first.
+        classes: Number of classes.
+        batch: Number of samples per batch.
+        count: Number of batches.
     """
     generator = torch.Generator().manual_seed(timer.seed)
     patterns = torch.randn(classes, *shape, generator=generator)
@@ -135,7 +135,7 @@ def image_batches(timer: CaseTimer, shape: tuple[int, ...], classes: int, batch:
 
 
 def sgd(parameters: Iterable[Tensor], fused: bool = False, learning_rate: float = 0.02) -> Optimizer:
-    """Build the optimizer of nearly all cases: SGD with momentum, fused where asked, else foreach."""
+    """Build the optimizer of most cases: SGD with momentum, fused or with foreach."""
     return torch.optim.SGD(list(parameters), lr=learning_rate, momentum=0.9, fused=fused or None, foreach=not fused)
 
 
@@ -149,19 +149,20 @@ def plain_loop(
     backward: Callable[[Tensor], object] = Tensor.backward,
     step: Callable[[], object] | None = None,
 ) -> dict[str, float]:
-    """Train without any library but torch until the timer says stop.
+    """Train with plain PyTorch until ``timer.step`` returns ``False``.
 
     Args:
-        timer: Of the case.
-        net: On its device.
-        batches: Images and labels on that device, without end.
-        optimizer: Of the network.
-        forward: Makes the context of the forward pass.
-        backward: Takes the loss.
-        step: Moves the weights and releases the gradients; ``None`` calls ``step`` and ``zero_grad`` of the optimizer.
+        timer: Timer of the case.
+        net: Network on the device.
+        batches: Endless images and labels on the device.
+        optimizer: Optimizer of the network.
+        forward: Returns a context manager for the forward pass.
+        backward: Called with the loss; runs the backward pass.
+        step: Updates the weights and clears the gradients. If ``None``, ``step`` and ``zero_grad`` of the optimizer are
+            called.
 
     Returns:
-        The mean loss of ``Losses``.
+        The mean loss, as in ``Losses``.
     """
     losses = Losses()
     for images, labels in batches:

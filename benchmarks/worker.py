@@ -1,4 +1,4 @@
-"""The process of one case: it runs what its first order names."""
+"""The process of one case. Its first order is the task: suite, case and settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_turbo.measure import open_channel, serve
 
 
 def main() -> None:
-    """Take over standard input and output, and run the case."""
+    """Use standard input and output for orders and events, and run the case of the first order."""
     channel = open_channel()
     task = channel.receive()
     random.seed(task["seed"])

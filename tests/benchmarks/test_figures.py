@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.figures import Summary, interval, ratio, step_seconds, summarise
+from benchmarks.figures import Summary, interval, ratio, step_seconds, summarize
 
 
 def row(*seconds, steps=2, sweeps=None):
@@ -15,9 +15,9 @@ def row(*seconds, steps=2, sweeps=None):
 
 
 def test_median_and_quartiles_are_those_of_a_naive_count():
-    assert summarise([5.0, 1.0, 4.0, 2.0, 3.0]) == Summary(3.0, 2.0, 4.0, 5)
-    assert summarise([7.0]) == Summary(7.0, 7.0, 7.0, 1)
-    assert summarise([]) is None
+    assert summarize([5.0, 1.0, 4.0, 2.0, 3.0]) == Summary(3.0, 2.0, 4.0, 5)
+    assert summarize([7.0]) == Summary(7.0, 7.0, 7.0, 1)
+    assert summarize([]) is None
     assert step_seconds(row(2.0, 4.0, 6.0)).median == 2.0
     assert step_seconds(row()) is None
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import TASKS, TELLING, ProfilingTimer, count_kernels, kernels_of, watched
+from benchmarks.gpu import TASKS, TELLING, ProfilingTimer, count_kernels, kernels_of, profiled
 from benchmarks.runner import Settings
 from benchmarks.suite import CaseTimer, SkippedError, load_suite
 
@@ -86,7 +86,7 @@ def test_what_needs_a_gpu_says_so():
     timer, _ = timer_of(steps=1)
     for config in ({"precision": "16-mixed"}, {"graph": True}, {"amp": {"dtype": "fp16"}}):
         with pytest.raises(SkippedError, match="needs a GPU"):
-            watched(timer, what="plain", task=next(iter(TASKS)), **config)
+            profiled(timer, what="plain", task=next(iter(TASKS)), **config)
 
 
 def test_rows_are_in_the_order_of_their_worth():

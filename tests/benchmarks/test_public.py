@@ -42,10 +42,10 @@ def test_a_row_tells_what_was_promised_and_whether_the_measured_interval_contain
 
 
 @pytest.mark.parametrize(("name", "script"), SCRIPTS.items())
-def test_each_script_has_a_commit_a_licence_and_a_path(name, script):
+def test_each_script_has_a_commit_a_license_and_a_path(name, script):
     assert len(bytes.fromhex(script.commit)) == 20
     assert script.path.endswith(".py")
-    assert script.licence
+    assert script.license
     assert script.command[-1 - len(script.arguments)] == script.path
 
 
@@ -67,7 +67,7 @@ def repository(tmp_path):
     commit("the second")
     own: dict = {"trainer": {"limit_train_batches": 5}, "data": {"data": public.write_words}}
     where = {"repository": "owner/theirs", "commit": first, "path": "deep/train.py"}
-    return Script(**where, **own, licence="MIT", trains="nothing", setting="lean", arguments=("--rate", "1"))
+    return Script(**where, **own, license="MIT", trains="nothing", setting="lean", arguments=("--rate", "1"))
 
 
 @pytest.mark.parametrize("status", [0, 2])
