@@ -310,8 +310,8 @@ def page(results: Mapping[str, Mapping[str, Any]], minutes: float) -> list[str]:
     versions = [f"{name} {found}" for name in PACKAGES if (found := installed_version(name))]
     return [
         "# Public scripts: what tune promises, and what whole epochs show\n",
-        f"In {answers.count('yes')} of {promises} scripts with a recommendation, the measured interval of the factor",
-        f"contains the promise. It is at most {100 * WIDEST:.0f} % wide in {narrow} of {len(widths)}.\n",
+        f"The interval that whole epochs show contains the promise in {answers.count('yes')} of {promises}",
+        f"scripts with a recommendation, and is no wider than {100 * WIDEST:.0f} % in {narrow} of {len(widths)}.\n",
         f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `{command}`.",
         f"{facts['processor']}, {facts['cores']} cores, {', '.join(versions)}.",
         *([f"Other programs used {min(loads):.1f} to {max(loads):.1f} cores meanwhile.\n"] if loads else [""]),
