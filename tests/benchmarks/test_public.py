@@ -37,7 +37,7 @@ def test_a_row_tells_what_was_promised_and_whether_the_measured_interval_contain
     assert public.row("gan", {"error": "tune ended with exit status 2"})[1] == "tune ended with exit status 2"
     text = "\n".join(public.page({"gan": FOUND, "svi": other, "hydra": NOTHING}, 2.0))
     assert "contains the promise in 1 of 2\nscripts with a recommendation, and is no wider than 15 % in 1 of 2." in text
-    assert "Other programs took 0.2 to 0.2 cores meanwhile." in text
+    assert "Other programs used 0.2 to 0.2 cores meanwhile." in text
     assert f"blob/{SCRIPTS['gan'].commit}/lightning_examples/basic-gan/gan.py" in text
 
 

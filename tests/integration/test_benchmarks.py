@@ -122,7 +122,7 @@ def test_a_run_goes_on_where_the_last_one_ended(toy, monkeypatch):
     results["suites"] = [{"suite": "toy", "prepared": {"card": "the same"}, "rows": rows}]
     path = write_json(results, toy["out"] / "results.json")
     before = path.read_text()
-    with pytest.raises(BenchError, match="expected an --out without results, or --resume to go on with them"):
+    with pytest.raises(BenchError, match=r"--out: expected a folder without results, got .*Add --resume to continue"):
         run(Settings(**toy, only=("one",)))
     with pytest.raises(BenchError, match=r"expected the machine and settings of the results in .*'threads: 1 -> 2'"):
         run(Settings(**{**toy, "threads": 2}, only=("one",), resume=True))
