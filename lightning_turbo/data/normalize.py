@@ -70,7 +70,7 @@ class Normalize:
         self.dtype = dtype
         self.memory_format = memory_format
         self.keys = None if keys is None else tuple(keys)
-        self._told = False  # whether it has warned
+        self._has_warned = False
         self._constants: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def __call__(self, batch: Any) -> Any:
@@ -101,9 +101,9 @@ class Normalize:
         return self.keys
 
     def _tell_once(self, parts: Mapping[Any, Any]) -> None:
-        if self._told:
+        if self._has_warned:
             return
-        self._told = True
+        self._has_warned = True
         found = {name: part.dtype for name, part in parts.items() if isinstance(part, Tensor)}
         warnings.warn(
             f"Normalize has no effect: expected a uint8 tensor of (batch, channel, ...) in the batch, got {found}. "

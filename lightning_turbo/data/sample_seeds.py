@@ -167,7 +167,8 @@ def _with_epochs(sampler: Any, batched: bool) -> Any:
         return EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
     if type(sampler).__name__ != "_IndexBatchSamplerWrapper":
         return EpochSampler(sampler, batched=batched)
-    # Lightning's, which notes the indices of a prediction's batches: it looks for it by its type, on the outside.
+    # Lightning's wrapper, which records the indices of the batches in prediction. Lightning finds it by its type, so it
+    # has to stay the outermost object.
     around = copy.copy(sampler)
     around._batch_sampler = _with_epochs(sampler._batch_sampler, batched)
     return around

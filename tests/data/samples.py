@@ -26,7 +26,7 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """The numbers below ``length``, dealt to the worker processes in turn."""
+    """The numbers below ``length``, interleaved over the worker processes."""
 
     def __init__(self, length=20):
         self.length = length

@@ -54,8 +54,8 @@ def test_error_in_the_dataset(workers, several):
     with pytest.raises(ValueError, match="row 9 is bad") as caught:
         got.extend(batch for batch in iterator if got.append(batch.tolist()))
     assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    told = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
-    assert "fail" in told
+    text = "".join(str(entry) for entry in caught.traceback) + str(caught.value)
+    assert "fail" in text
     assert values(iterator) == [[n, n + 1] for n in range(10, 40, 2)]  # the rest follows
 
 

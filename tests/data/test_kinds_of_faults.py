@@ -162,9 +162,9 @@ def test_seeds_for_samples_are_set_in_no_thread_beside_the_step(make, how):
     data = make()
     plain = list(seed_samples(DataLoader(data, 2), 1))
     cause = "^sample_seeds seeds" if how in ("argument", "function") else "draws from the global RNG"
-    with pytest.warns(NoEffectWarning, match=f"{cause}.*num_workers=1") as told:
+    with pytest.warns(NoEffectWarning, match=f"{cause}.*num_workers=1") as caught:
         seen = [(batch, prefetch_threads()) for batch in seeded_batches(data, how, {})]
-    assert len(told) == 1
+    assert len(caught) == 1
     for (batch, threads), other in zip(seen, plain, strict=True):
         torch.testing.assert_close(batch, other, rtol=0, atol=0)
         assert not threads
@@ -251,7 +251,7 @@ def test_iterators_and_loaders_are_freed_without_the_collector(settings):
 
 
 def test_a_loader_in_a_thread_of_the_users_gives_the_same_batches_while_another_thread_draws():
-    """Nobody can tell whose draws they are, so that it loads in the thread that iterates it, and says so."""
+    """The draws cannot be attributed to a loader, so batches are loaded in the calling thread, with a warning."""
     drawn = threading.Event()
 
     def load(index):

@@ -424,7 +424,7 @@ class OwnGenerators:
 
 
 class Paired:
-    """Gives its two parts one seed, so that an image and its mask turn alike."""
+    """Gives its two parts the same seed, so that an image and its mask get the same augmentation."""
 
     def __init__(self):
         self.parts = [Jitter(), Jitter()]

@@ -15,7 +15,7 @@ from prefetch_generator import BackgroundGenerator
 
 from lightning_turbo.data.loading import locks
 from lightning_turbo.data.loading.hand_over import PackedBatch
-from lightning_turbo.data.loading.thread_state import ThreadState, tell_of_thread
+from lightning_turbo.data.loading.thread_state import ThreadState, add_thread_note
 from lightning_turbo.data.loading.torch_workers import has_workers, take_batch, take_in_slices, timeout_message
 from lightning_turbo.errors import TurboWarning
 
@@ -44,7 +44,7 @@ class Background:
     """The source of a ``PrefetchIterator``, and the thread that takes batches from it.
 
     Whoever makes the iterator makes this, a loader or the iterator itself. The iterator starts the thread when loading
-    turns out to be slow. The thread ends with the source, after an error (its traceback may keep the iterator, which
+    is slow. The thread ends with the source, after an error (its traceback may keep the iterator, which
     would end it otherwise), after ``limit`` batches, and on ``close``. The end of the iterator closes this object,
     which does not refer to it. Always: one thread at a time takes from the source, in order, and at most ``depth + 1``
     batches are loaded and not returned yet.
@@ -100,7 +100,7 @@ class Background:
             for stage in self.stages:
                 batch = stage(batch)
             if isinstance(batch, PackedBatch):
-                return Item(batch.open(), None, batch.told if state is None else state)
+                return Item(batch.open(), None, batch.stream_state if state is None else state)
             return Item(batch, None, state)
         except StopIteration as error:
             self.has_found_end = True
@@ -157,7 +157,7 @@ class Background:
                 seconds += time.perf_counter() - began
                 is_last = box[0].error is not None
                 if is_last and not self.has_workers:
-                    tell_of_thread(box[0].error)
+                    add_thread_note(box[0].error)
                 yield box
                 if is_last:
                     return
@@ -217,7 +217,7 @@ class Background:
             self._release()
 
     def _is_over(self) -> bool:
-        """Wait for the thread to end, and tell whether it has; if not, it releases the source itself when it ends."""
+        """Wait for the thread to end, and return whether it has. If not, it releases the source itself when it ends."""
         # Read once: the thread that waits in ``get`` may set it to None meanwhile.
         thread = self.thread
         if thread is None:

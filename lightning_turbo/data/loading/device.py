@@ -37,7 +37,7 @@ class DeviceTransfer:
         prefetch_batches: How many batches to keep on the device beyond the one in use, 1 or more.
         min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more; one that holds
             objects with ``.to`` or sparse tensors never counts as smaller.
-        transform: Called on each batch on the device when its turn comes.
+        transform: Called on each batch on the device when it is returned.
         ahead: ``False`` for no side stream: each batch is moved when it is returned.
 
     Raises:
@@ -98,7 +98,7 @@ class DeviceTransfer:
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """Make the current stream wait for a batch, and transform it there.
 
-        The transform runs when the batch's turn comes, so that random numbers that it draws come between those of the
+        The transform runs when the batch is returned, so that random numbers that it draws come between those of the
         model's steps, as without prefetching.
         """
         batch, event = sent
@@ -150,7 +150,7 @@ class DevicePrefetcher:
         prefetch_batches: How many batches to keep on the device beyond the one in use, 1 or more. They take memory
             there.
         min_bytes: Batches smaller than this are copied on the step's own stream, in bytes, 0 or more.
-        transform: Called on each batch on the device when its turn comes; for example ``Normalize``.
+        transform: Called on each batch on the device when it is returned; for example ``Normalize``.
 
     Raises:
         TypeError: If ``loader`` cannot be iterated, or an argument has a wrong type.

@@ -57,7 +57,7 @@ class StreamPlace:
         is_resharded: Whether the epoch began with other batches or processes.
         places: The latest states of the stream itself: after how many batches, and for each process that reads it the
             state, with the states of the global RNGs and of the generators that the stream holds.
-        told_by: How many worker processes told these states; 0 for the process of the loader.
+        num_workers: ``num_workers`` of the loader whose states these are.
     """
 
     stream: str
@@ -67,7 +67,7 @@ class StreamPlace:
     from_batch: int = 0
     is_resharded: bool = False
     places: list[tuple[int, list[tuple[Any, Any]]]] = dataclasses.field(default_factory=list)
-    told_by: int = 0
+    num_workers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class EpochState:
 
     Attributes:
         consumed: Batches of the epoch that were used.
-        length: Batches of the whole epoch; ``None`` if the loader could not tell.
+        length: Batches of the whole epoch; ``None`` if the loader has none.
         ended: Whether the loader was asked for a batch after its last one.
         over: Whether the epoch is over, so that the next ``iter()`` begins the one after it.
         end_follows: Whether whoever goes on has to ask for the end of the epoch that is over, because some samplers

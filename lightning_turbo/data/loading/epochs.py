@@ -146,7 +146,7 @@ class _CountedEpochs:
             position.set_dataset_generators(state.held)
 
     def _count(self, loader: Any, position: Position) -> EpochState:
-        # A sampler may draw random numbers to tell its length.
+        # A sampler may draw random numbers to compute its length.
         with same_random_numbers():
             length = length_of(loader)
         return EpochState(
@@ -254,7 +254,7 @@ class StreamEpochs(_CountedEpochs):
         with same_random_numbers() if is_seeded else contextlib.nullcontext():
             source = self._open(loader, state, position)
         self._set_dataset_generators(loader, state, position)
-        # Worker processes tell of themselves.
+        # Worker processes return their own states.
         if loader.num_workers or not self._asks(loader):
             return Begun(source, position)
         held = position.dataset_generators
@@ -284,9 +284,9 @@ class StreamEpochs(_CountedEpochs):
         if place is None:
             done = streams.skip_samples(samples_of_stream(source), state.stream)
         else:
-            done, said = place
+            done, states = place
             if not loader.num_workers:
-                set_shared_state(said[0][1], position.dataset_generators)
+                set_shared_state(states[0][1], position.dataset_generators)
         run_through(source, position.consumed - done)
         return source
 
@@ -294,23 +294,23 @@ class StreamEpochs(_CountedEpochs):
         """Load the stream's own state, in this process or in those that are started next.
 
         Returns:
-            After how many batches it was told, and what each process told; ``None`` if there is none to go on from.
+            The number of batches before the state, and the state of each process; ``None`` if there is no state.
         """
         stream = state.stream
-        if stream is None or stream.told_by != loader.num_workers or not self._asks(loader):
+        if stream is None or stream.num_workers != loader.num_workers or not self._asks(loader):
             return None
         places = [each for each in stream.places if each[0] <= position.consumed]
         if not places:
             return None
-        done, said = places[-1]
+        done, states = places[-1]
         if isinstance(position, RoundsPosition):
             # Processes that live already would not be given the places.
             loader.close()
-            position.start_from(done, [pickle.dumps(each) for each in said])
+            position.start_from(done, [pickle.dumps(each) for each in states])
         else:
-            position.states = [(done, said[0])]
-            loader.dataset.load_state_dict(copy.deepcopy(said[0][0]))
-        return done, said
+            position.states = [(done, states[0])]
+            loader.dataset.load_state_dict(copy.deepcopy(states[0][0]))
+        return done, states
 
     def _open_as(self, loader: Any, began: OrderStart | None, position: Position) -> Iterator[Any]:
         """Open the stream.
@@ -362,7 +362,7 @@ def run_through(source: Iterator[Any], count: int) -> None:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the length of a loader, or ``None`` if it cannot tell."""
+    """Return the length of a loader, or ``None`` if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError, ValueError, AttributeError):

@@ -44,19 +44,19 @@ class HandOver:
 
     Args:
         collate_fn: Makes the batch.
-        tell: Called in the worker process after each batch, with its samples; what it returns travels with the batch.
+        get_state: Called in the worker process with the samples of each batch. Its result is sent with the batch.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], tell: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], get_state: Callable[[Any], Any] | None = None) -> None:
         self.collate_fn = collate_fn
-        self.tell = tell
+        self.get_state = get_state
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch; a ``PackedBatch`` where that is faster, or where something travels with the batch."""
+        """Return the batch, as a ``PackedBatch`` if that is faster or a state is sent with it."""
         batch = self.collate_fn(samples)
         if get_worker_info() is None:
             return batch
-        return pack(batch, None if self.tell is None else self.tell(samples))
+        return pack(batch, None if self.get_state is None else self.get_state(samples))
 
 
 class PackedBatch:
@@ -71,14 +71,14 @@ class PackedBatch:
         parts: The tensors and arrays of the structure, by their number. A tuple says where in the buffer a tensor is;
             all others are wrapped in ``_Whole``.
         buffer: ``bytes``, a shared tensor, or a pinned tensor.
-        told: What ``HandOver.tell`` returned.
+        stream_state: What ``HandOver.get_state`` returned.
         is_pinned: Whether the buffer and the other parts are in page-locked memory.
     """
 
     def __init__(
-        self, structure: bytes, parts: Sequence[Any], buffer: Any, told: Any = None, is_pinned: bool = False
+        self, structure: bytes, parts: Sequence[Any], buffer: Any, stream_state: Any = None, is_pinned: bool = False
     ) -> None:
-        self.told = told
+        self.stream_state = stream_state
         self.is_pinned = is_pinned
         self._structure = structure
         self._parts = parts
@@ -102,11 +102,15 @@ class PackedBatch:
             pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             ctypes.memmove(pinned.data_ptr(), _address(self._buffer), size)
         parts = [_Whole(pin_batch(part.value)) if type(part) is _Whole else part for part in self._parts]
-        return PackedBatch(self._structure, parts, pinned, self.told, is_pinned=True)
+        return PackedBatch(self._structure, parts, pinned, self.stream_state, is_pinned=True)
 
 
-def pack(batch: Any, told: Any = None) -> Any:
-    """Return ``batch`` as a ``PackedBatch``; ``batch`` itself if it has no small tensors and nothing is told.
+def pack(batch: Any, stream_state: Any = None) -> Any:
+    """Return ``batch`` as a ``PackedBatch``, or ``batch`` itself if it has no small tensors and no state.
+
+    Args:
+        batch: The batch.
+        stream_state: The state of a stream after the batch, which is sent with it.
 
     Raises:
         Exception: The error of pickling, if a part of the batch cannot be given to another process.
@@ -118,7 +122,7 @@ def pack(batch: Any, told: Any = None) -> Any:
         packer = _Packer()
         packer.dump(_Whole(batch))
     size = packer.place()
-    if not size and told is None:
+    if not size and stream_state is None:
         return batch
     if size > PIPE:
         buffer: Any = torch.empty(size, dtype=torch.uint8, device="cpu").share_memory_()
@@ -127,7 +131,7 @@ def pack(batch: Any, told: Any = None) -> Any:
         room = bytearray(size)
         packer.fill(ctypes.addressof(ctypes.c_char.from_buffer(room)) if size else 0)
         buffer = bytes(room)
-    return PackedBatch(packer.structure, packer.parts, buffer, told)
+    return PackedBatch(packer.structure, packer.parts, buffer, stream_state)
 
 
 class _Whole:

@@ -81,7 +81,7 @@ class PrefetchLoader(DataLoader[T]):
             class behind this one that loads by itself; one thread then works ahead.
 
     Note:
-        With ``persistent_workers`` no thread is started unless a Trainer has told how many batches it takes: the
+        With ``persistent_workers`` no thread is started unless a Trainer has set how many batches it takes: the
         processes keep their random states, and would have drawn more after an epoch that is left early than those of a
         plain loader. They load ``prefetch_factor`` batches ahead themselves.
 
@@ -249,7 +249,7 @@ class PrefetchLoader(DataLoader[T]):
         """Return torch's iterator over the batches, or that of the class behind this one.
 
         Args:
-            places: What tells of the places of a stream in worker processes, if it does.
+            places: Returns the states of a stream in worker processes; ``None`` if it has none.
         """
         behind: Any = super()
         if behind.__iter__.__func__ is not DataLoader.__iter__:
@@ -303,7 +303,7 @@ class PrefetchLoader(DataLoader[T]):
         self._epoch: Callable[[], int] | None = epoch
 
     def _settle_threads(self) -> None:
-        """Leave one thread where several cannot load the samples, and tell once why."""
+        """Leave one thread where several cannot load the samples, and warn once with the reason."""
         why = "" if self.threads == 1 else self._why_one_thread()
         if why:
             warnings.warn(
@@ -344,7 +344,7 @@ class PrefetchLoader(DataLoader[T]):
         processes draw for augmentation are part of it over such a stream alone; with ``sample_seeds`` they need not be.
 
         Warns:
-            TurboWarning: If the dataset holds a generator in worker processes, of which no state tells.
+            TurboWarning: If the dataset holds a generator in worker processes whose state is not saved.
         """
         state = self.epoch_state()
         if not isinstance(state, EpochState):
@@ -373,7 +373,7 @@ class PrefetchLoader(DataLoader[T]):
         lost = self.num_workers and (self.persistent_workers or not state.over)
         stream = None if state.over else state.stream
         if stream is not None and (stream.places or not self.persistent_workers):
-            return  # the processes tell of them, or new ones draw from them as the first ones did
+            return  # the processes return their states, or new ones draw from them as the first ones did
         if lost and not isinstance(self.dataset, SeededDataset) and generators_in(self.dataset):
             warnings.warn(
                 f"{type(self.dataset).__name__} holds a random generator, of which each worker process has its own, "
@@ -426,7 +426,7 @@ class PrefetchLoader(DataLoader[T]):
     def _reshard(self, state: EpochState) -> EpochState:
         """Return a state of a loader with other ranks, batches or processes as one of this loader, as far as it goes.
 
-        Where the count of batches does not tell which samples were used, warn.
+        Warn if the number of batches does not determine which samples were used.
         """
         assert self._epochs is not None
         state = self._epochs.reshard(self, state)

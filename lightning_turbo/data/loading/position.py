@@ -23,8 +23,8 @@ class Position:
 
     Args:
         consumed: Batches of the epoch that were used before this iterator.
-        rng_for_next: The global RNGs with which the next batch is loaded, if a state tells: that of a run whose Trainer
-            had fetched the batch already.
+        rng_for_next: The global RNGs with which the next batch is loaded, if the state contains them: that of a run
+            whose Trainer had already fetched the batch.
         dataset_generators: The random generators that the dataset holds, if it is loaded in this process.
 
     Attributes:
@@ -34,7 +34,7 @@ class Position:
         states: The last three states of the source that were kept, each with the number of batches before it. Loaders
             and streams with a state of their own have such; the last one may be that after the end.
         rng_before_first: The global RNGs, and the generators of the dataset, before the first batch of the epoch;
-            ``None`` if they were not noted.
+            ``None`` if they were not recorded.
         rng_before_latest: The same before the latest batch.
     """
 
@@ -59,14 +59,14 @@ class Position:
         earlier = [each for each in self.states if each[0] < self.consumed]
         self.states = [*earlier[-2:], (self.consumed, state)]
 
-    def note(self) -> AbstractContextManager[None]:
-        """Note the random states before a batch is loaded, and return the context in which to load it."""
-        noted = self.rng_for_next
+    def record(self) -> AbstractContextManager[None]:
+        """Record the random states before a batch is loaded, and return the context in which to load it."""
+        rng = self.rng_for_next
         self.rng_for_next = None
-        self.rng_before_latest = noted or shared_state(self.dataset_generators)
+        self.rng_before_latest = rng or shared_state(self.dataset_generators)
         if self.rng_before_first is None:
             self.rng_before_first = self.rng_before_latest
-        return generators_at(noted, self.dataset_generators) if noted else nullcontext()
+        return generators_at(rng, self.dataset_generators) if rng else nullcontext()
 
     def set_dataset_generators(self, states: Sequence[Any]) -> None:
         """Set the generators that the dataset holds to the states of those of a dataset like it.

@@ -25,7 +25,7 @@ class PrefetchIterator(Iterator[Any]):
     nothing to gain there. The first item after that is watched, and a source that draws from the global RNGs stays in
     the calling thread too, with a ``NoEffectWarning``; so does one that is iterated by a prefetching thread. Otherwise
     a thread takes all others ahead. It ends with the source, on ``close``, when this object is collected, and when the
-    interpreter ends. The logger ``lightning_turbo.data`` tells at DEBUG whether a thread loads, and why not.
+    interpreter ends. The logger ``lightning_turbo.data`` reports at level DEBUG whether a thread loads, and why not.
 
     Always: each item of the source is returned once, in order, and counted when it is returned or raises; whoever
     interrupts a load closes this object, because the source has gone on without the item.
@@ -170,7 +170,7 @@ class PrefetchIterator(Iterator[Any]):
             item = background.load(background.take) if policy.is_settled else self._load_watched()
             is_left = item.error is None and background.taken < background.limit
             if policy.count(time.perf_counter() - began, is_left):
-                background.start(self._depth, policy.note)
+                background.start(self._depth, policy.keep_seconds)
         except BaseException as error:  # not of the batch, but beside it: the source has gone on, and the batch is lost
             self._close_after(error)
             raise
@@ -180,23 +180,23 @@ class PrefetchIterator(Iterator[Any]):
             del item  # the traceback of its error leads to this frame, a cycle that only the collector would end
 
     def _load_watched(self) -> Item:
-        """Load an item of which something is to be found out, or may draw random numbers."""
+        """Load an item that is to be watched, or may draw random numbers."""
         watch = self._policy.watch(self.position.dataset_generators)
         if watch is None:
-            return self._load_noting()
+            return self._load_with_states()
         with watch:
-            item = self._load_noting()
+            item = self._load_with_states()
         if item.error is None:
             self._policy.judge(watch)
         return item
 
-    def _load_noting(self) -> Item:
-        """Load an item that may draw random numbers, and keep what these follow from."""
+    def _load_with_states(self) -> Item:
+        """Load an item that may draw random numbers, and record the random states before it."""
         background, position = self.background, self.position
         if background.has_workers:  # which draw them; indices follow from what the sampler keeps
             return background.load(background.take)
         before = position.rng_before_latest
-        with position.note():
+        with position.record():
             item = background.load(background.take)
         # "Latest" stays that of the last batch: a Trainer that fetched it ahead has it loaded again, the end is not.
         if isinstance(item.error, StopIteration):
@@ -204,7 +204,7 @@ class PrefetchIterator(Iterator[Any]):
         return item
 
     def _receive(self) -> Item:
-        """Take an item that was sent to the device; an error on the way is raised when the item's turn comes."""
+        """Return the next item that was sent to the device, in order. An error on the way is raised at its item."""
         if not self._sent:
             self._send()
         item = self._sent.popleft()
@@ -215,7 +215,7 @@ class PrefetchIterator(Iterator[Any]):
         self._sent.append(item if item.error is not None else self._moved(self.transfer.send, item))
 
     def _moved(self, move: Callable[[Any], Any], item: Item) -> Item:
-        """Return an item as a step of its transfer gives it, or the error; an interrupt waits for no turn."""
+        """Return the item after a step of its transfer, or with its error. An interrupt is raised at once."""
         try:
             return item._replace(batch=move(item.batch))
         except Exception as error:

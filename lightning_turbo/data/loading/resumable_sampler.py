@@ -71,8 +71,8 @@ class ResumableSampler:
     Attributes:
         generators: The random generators that the loader and its samplers hold.
         start: How the latest order began; ``None`` before ``iter``, and without ``at_first`` before the first entry.
-        first_rng: The global RNGs from which the next order draws its first entry, if a state tells them; ``None`` to
-            draw it from those of that moment.
+        first_rng: The global RNGs from which the next order draws its first entry, if a state has them; ``None`` to
+            draw it from the current ones.
     """
 
     def __init__(self, sampler: Any, loader: Any) -> None:
@@ -120,7 +120,7 @@ class ResumableSampler:
             state: A state of this loader, or one that ``reshard`` returned.
             skip: How many entries to leave out at the beginning of an epoch that goes on.
             position: The position of the iterator that is being made.
-            epoch: The number of the epoch, if a Trainer tells it.
+            epoch: The number of the epoch, if a Trainer sets it.
         """
         if self._counted is not None:
             self._number_epoch(self._counted, state, epoch)
@@ -219,7 +219,7 @@ class ResumableSampler:
         assert start is not None
         self.start = start
         for sampler, epoch in zip(self._with_epochs, start.epochs, strict=True):
-            # A Trainer may not have told it yet.
+            # A Trainer may not have set it yet.
             sampler.set_epoch(epoch)
         with same_random_numbers():
             self._set_states(start.at_iter)
@@ -461,7 +461,7 @@ def _is_data(each: Any) -> bool:
 
 
 def samplers_in(sampler: Any) -> list[Any]:
-    """Return a sampler and the samplers that it and those in turn hold, Lightning's wrapper around one included."""
+    """Return a sampler and all samplers nested in it, including those in Lightning's wrapper."""
     found: list[Any] = []
     waiting = [sampler]
     while waiting:

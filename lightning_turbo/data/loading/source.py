@@ -22,7 +22,7 @@ def stand_ins(loader: Any, threaded: Any, lists: LongLists, places: WorkerPlaces
         loader: A ``DataLoader`` that torch's own iterator loads.
         threaded: A ``ThreadedDataset`` around its dataset, or ``None``.
         lists: Where long lists of its dataset go, for processes that are not forked.
-        places: What tells of the places of a stream in worker processes; ``None`` if nothing does.
+        places: Returns the states of a stream in worker processes; ``None`` if it has none.
     """
     given: dict[str, Any] = {} if threaded is None else {"dataset": threaded}
     if has_whole_batches(loader):
@@ -30,8 +30,8 @@ def stand_ins(loader: Any, threaded: Any, lists: LongLists, places: WorkerPlaces
     if places is not None:
         given = {"dataset": PlacedStream(loader.dataset), "worker_init_fn": places.start}
     if loader.num_workers:
-        tell = None if places is None else places.tell
-        given["collate_fn"] = HandOver(given.get("collate_fn", loader.collate_fn), tell)
+        get_state = None if places is None else places.state_after
+        given["collate_fn"] = HandOver(given.get("collate_fn", loader.collate_fn), get_state)
         given.update(_for_the_start(loader, given, lists))
     return given
 

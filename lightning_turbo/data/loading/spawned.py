@@ -1,4 +1,4 @@
-"""Objects that worker processes cannot be given, told before one of them starts."""
+"""Checks, before worker processes start, that a dataset and its functions can be sent to them."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def has_exact_state(stream: Any) -> bool:
     try:
         inspect.signature(stream.state_dict).bind()
     except (TypeError, ValueError):
-        # The streams of litData and Mosaic want to be told what their loaders count. Of a method that is written in C
-        # Python may not know what it wants. To run through either of them is slower, and right.
+        # The methods of litData's and Mosaic's streams require arguments that their own loaders count. Methods that are
+        # written in C may have no signature. Iterating over such a stream again is slower, but correct.
         return False
     return True
 
@@ -123,20 +123,20 @@ def _copied(state: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def place_of(loader: Any, before: StreamPlace | None, places: Sequence[tuple[int, Any]]) -> StreamPlace:
-    """Return what the state of a loader over a stream tells of its place.
+    """Return the place of a loader in its stream, for its state.
 
     Args:
         loader: The loader.
         before: The place from which its epoch goes on; ``None`` for an epoch from the start.
-        places: After how many batches the stream was asked, and its states then, which worker processes pickle.
+        places: States of the stream, pickled by worker processes, with the number of batches before each.
     """
     here = _describe(loader)
     if before is not None:
         here = dataclasses.replace(
             here, from_sample=before.from_sample, from_batch=before.from_batch, is_resharded=before.is_resharded
         )
-    told = [(count, [pickle.loads(each) for each in said] if loader.num_workers else [said]) for count, said in places]
-    return dataclasses.replace(here, places=told, told_by=loader.num_workers)
+    states = [(count, [pickle.loads(each) for each in one] if loader.num_workers else [one]) for count, one in places]
+    return dataclasses.replace(here, places=states, num_workers=loader.num_workers)
 
 
 def _describe(loader: Any) -> StreamPlace:
@@ -153,7 +153,7 @@ class LeftBehind:
     """
 
     def __init__(self) -> None:
-        self._has_told = False
+        self._has_warned = False
 
     def look(self, loader: Any, background: Any, returned: int) -> None:
         """Look at the latest epoch, and warn if it was left with samples that were loaded ahead.
@@ -165,9 +165,9 @@ class LeftBehind:
         """
         batches = background.taken - returned
         has_length = hasattr(type(loader.dataset), "__len__")
-        if self._has_told or batches <= 0 or background.has_found_end or background.has_workers or has_length:
+        if self._has_warned or batches <= 0 or background.has_found_end or background.has_workers or has_length:
             return
-        self._has_told = True
+        self._has_warned = True
         warnings.warn(
             f"An epoch of the stream {type(loader.dataset).__name__} was left when up to "
             f"{batches * (loader.batch_size or 1)} samples had been loaded ahead. If it goes on in the next epoch, as "
@@ -216,8 +216,8 @@ def reshard(loader: Any, state: EpochState, *, is_read_here: bool) -> EpochState
 
 def _places_in(loader: Any, before: StreamPlace) -> list[tuple[int, Any]]:
     """Return the places of a stream with other batches or processes that this loader can use."""
-    # What worker processes told is of shares, and of batches that are dealt out in turn.
-    return [] if loader.num_workers or before.told_by else before.places
+    # States of worker processes belong to shards, whose batches are returned round-robin.
+    return [] if loader.num_workers or before.num_workers else before.places
 
 
 def _warn_of_other_samples(before: StreamPlace, here: StreamPlace, used: int, left_out: int) -> None:

@@ -32,7 +32,7 @@ _SAMPLES = (
 
 
 class LoadProfile:
-    """What is known of how a loader loads. It makes one for good; its iterators fill it in, so that each asks the last.
+    """What is known about how a loader loads. A loader makes one, and its iterators fill it in for the next ones.
 
     Nothing is kept beside it: a dataset of the same class may draw where this one does not.
 
@@ -40,21 +40,21 @@ class LoadProfile:
         draws: What a batch was seen to draw random numbers from, as a clause; empty if it drew none, ``None`` before
             the second batch.
         is_watched: Whether a batch was watched line by line; before that, generators that are put back go unseen.
-        is_told: Whether it was told that no thread loads here.
+        has_warned: Whether it was warned that no thread loads here.
         batch_seconds: How long a batch took in the latest epoch, in whichever thread; ``None`` before it was measured.
     """
 
     def __init__(self) -> None:
         self.draws: str | None = None
         self.is_watched = False
-        self.is_told = False
+        self.has_warned = False
         self.batch_seconds: float | None = None
 
 
 class ThreadPolicy:
     """Whether a thread may and should load what comes after the batches that the calling thread has loaded.
 
-    A ``PrefetchIterator`` makes one, tells it of each batch that it loads itself, and asks it for nothing more once a
+    A ``PrefetchIterator`` makes one, calls it for each batch that it loads itself, and does not call it any more once a
     thread loads. First it is measured whether a thread would gain anything. Only then is a batch watched for random
     draws, which costs some ten milliseconds. After an epoch in which that was found out and batches were slow, a thread
     loads from the second batch on. Always: the first batch is the calling thread's, as orders are drawn there, and no
@@ -67,7 +67,7 @@ class ThreadPolicy:
 
     Attributes:
         is_settled: Whether the next batch can be loaded without more ado: nothing is to be found out of it, and no
-            state of a generator is to be noted for it.
+            state of a generator is to be recorded for it.
     """
 
     def __init__(self, profile: LoadProfile, *, has_workers: bool = False, is_seeded: bool = False) -> None:
@@ -84,10 +84,10 @@ class ThreadPolicy:
 
     def _is_nothing_open(self) -> bool:
         profile = self.profile
-        notes_states = not self._has_workers and profile.draws != ""
+        records_states = not self._has_workers and profile.draws != ""
         # A thread would gain something, and nobody knows whether one may load.
         is_unwatched = self._is_slow and not profile.is_watched and not self._is_seeded
-        return not notes_states and not is_unwatched
+        return not records_states and not is_unwatched
 
     def watch(self, held: Sequence[Any]) -> GeneratorWatch | None:
         """Return in what the next batch is to be loaded; ``None`` if nothing is to be found out of it.
@@ -135,23 +135,23 @@ class ThreadPolicy:
         if self._is_slow:
             return is_left and self._may_load()
         if self._loaded == FEW_BATCHES or not is_left:
-            self.note(self._mean())
+            self.keep_seconds(self._mean())
             self._log("no thread: a batch takes %.2g ms", self._mean() * 1e3)
         return False
 
-    def note(self, seconds: float) -> None:
-        """Keep how long a batch takes, as the thread tells too when it ends: it says where the next epoch begins."""
+    def keep_seconds(self, seconds: float) -> None:
+        """Keep the seconds per batch, with which the next epoch starts. A thread also calls this when it ends."""
         self.profile.batch_seconds = seconds
 
     def _may_load(self) -> bool:
         draws = self.profile.draws
         if self._is_seeded:
             self._log("no thread: sample_seeds seeds the generators of this process")
-            self._tell(_SEEDS)
+            self._warn_once(_SEEDS)
         elif draws:
             what, advice = ("Drawing the indices of", _INDICES) if self._has_workers else ("Loading", _SAMPLES)
             self._log("no thread: loading %s", draws)
-            self._tell(
+            self._warn_once(
                 f"{what} a batch {draws}: in a background thread the numbers would depend on timing, whatever the "
                 "seed. Batches are loaded in the training thread instead, as by a plain DataLoader, with nothing "
                 f"gained. {advice}"
@@ -160,7 +160,7 @@ class ThreadPolicy:
             self._log("no thread: a prefetching thread iterates this loader")
         elif self.profile.is_watched:
             self._log("a thread loads: a batch takes %.2g ms", self._mean() * 1e3)
-            self.note(self._mean())
+            self.keep_seconds(self._mean())
             return True
         return False
 
@@ -172,9 +172,9 @@ class ThreadPolicy:
         """Return how long a batch takes, in seconds; before one was measured, how long in the epoch before."""
         return self._seconds / self._measured if self._measured else self.profile.batch_seconds or 0.0
 
-    def _tell(self, message: str) -> None:
-        if not self.profile.is_told:
-            self.profile.is_told = True
+    def _warn_once(self, message: str) -> None:
+        if not self.profile.has_warned:
+            self.profile.has_warned = True
             warnings.warn(message, NoEffectWarning, stacklevel=2)
 
     def _log(self, verdict: str, *values: object) -> None:

@@ -10,7 +10,7 @@ import threading
 import torch
 from torch.autograd.grad_mode import inference_mode
 
-__all__ = ["ThreadState", "tell_of_thread"]
+__all__ = ["ThreadState", "add_thread_note"]
 
 _NOTE = (
     "This was loaded in a background thread, as prefetching does. What belongs to the thread that made it does not "
@@ -62,10 +62,10 @@ def _default_device() -> torch.device:
     return torch.empty(0).device  # torch 2.6's get_default_device() does not see ``with torch.device(...)``
 
 
-def tell_of_thread(error: BaseException | None) -> None:
-    """Have an error say that it was raised in a background thread, once: in a note or, before Python 3.11, in its text.
+def add_thread_note(error: BaseException | None) -> None:
+    """Add to an error, once, that it was raised in a background thread: as a note or, before Python 3.11, in its text.
 
-    An interrupt and the end of a source are left as they are.
+    Interrupts and ``StopIteration`` are not changed.
     """
     if not isinstance(error, Exception) or isinstance(error, StopIteration):
         return

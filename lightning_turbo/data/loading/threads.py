@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_turbo._random import GeneratorWatch, generators_in
 from lightning_turbo.data.loading.locks import load_in_this_thread
-from lightning_turbo.data.loading.thread_state import ThreadState, tell_of_thread
+from lightning_turbo.data.loading.thread_state import ThreadState, add_thread_note
 from lightning_turbo.errors import NoEffectWarning
 
 __all__ = ["ThreadedDataset"]
@@ -58,7 +58,7 @@ class ThreadedDataset:
             return _SharedBatch(self._dataset, list(indices)).load_in(pool, self._threads)
         except BaseException as error:
             self.close()
-            tell_of_thread(error)
+            add_thread_note(error)
             raise
 
     def _load_watched(self, indices: Any) -> list[Any]:
@@ -67,7 +67,7 @@ class ThreadedDataset:
             samples = [self._dataset[index] for index in indices]
         object.__setattr__(self, "_draws", bool(watch.found))
         object.__setattr__(self, "_watched", self._watched + 1)
-        if watch.found and get_worker_info() is not None:  # in the process itself, the loader tells of it
+        if watch.found and get_worker_info() is not None:  # in the process of the loader, the loader warns
             warnings.warn(
                 f"Loading {watch.found}: in several threads the numbers would depend on timing, whatever the seed. One "
                 f"thread loads instead of threads={self._threads}. Derive the random numbers of a sample from its "

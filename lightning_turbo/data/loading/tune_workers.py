@@ -65,9 +65,9 @@ def tune_workers(
 
     Args:
         make_loader: Called with ``num_workers`` as keyword; returns a new ``DataLoader``.
-        step: Called on each batch, for example a training step, so that loading is measured with it: in turns, or
-            beside it where ``make_loader`` returns a ``PrefetchLoader``. Called once more, not timed, on the first
-            batch. Without it, loading alone is measured.
+        step: Called on each batch, for example a training step, so that loading is measured together with it:
+            alternately or, if ``make_loader`` returns a ``PrefetchLoader``, at the same time. Called once more, not
+            timed, on the first batch. Without it, loading alone is measured.
         seconds: Time for everything together, finite and above zero.
         max_workers: The most workers to try, 0 or more. Default: the number of CPU cores that this process may use.
         tolerance: How much slower than the best a smaller number may be, 0 or more; 0.05 is 5 %.
@@ -79,7 +79,7 @@ def tune_workers(
     Raises:
         TypeError: If ``make_loader``, ``step`` or ``show`` cannot be called.
         ValueError: If a number is out of range.
-        RuntimeError: If nothing gave a batch; its text says what happened with each number.
+        RuntimeError: If nothing gave a batch; its message lists the error for each number.
 
     Note:
         Starts and ends worker processes; none is left. The global RNGs, and those that the loader, its samplers and its
@@ -127,8 +127,8 @@ def _choose(rows: dict[int, float | str], tolerance: float) -> int:
     """Return the smallest number of workers within ``tolerance`` of the fastest."""
     times = {number: found for number, found in rows.items() if not isinstance(found, str)}
     if not times:
-        told = "; ".join(f"num_workers={number}: {found}" for number, found in rows.items())
-        raise RuntimeError(f"tune_workers got no batch ({told}). Give it more seconds, or repair the loader.")
+        results = "; ".join(f"num_workers={number}: {found}" for number, found in rows.items())
+        raise RuntimeError(f"tune_workers got no batch ({results}). Give it more seconds, or repair the loader.")
     fastest = min(times.values())
     return min(number for number, seconds in times.items() if seconds <= fastest * (1 + tolerance))
 

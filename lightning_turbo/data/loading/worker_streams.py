@@ -1,4 +1,4 @@
-"""A stream with a state of its own in worker processes: each tells the place of its stream, and goes on from there."""
+"""Streams with a state in worker processes: each process saves the state of its stream, and resumes from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlacedStream(IterableDataset[Any]):
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        # Each process sets its own one: this object may reach it by another way than what is told goes back.
+        # Each process sets its own, because this object may be sent to the process in another way than the states back.
         self.places: WorkerPlaces | None = None
 
     def __repr__(self) -> str:
@@ -38,15 +38,15 @@ class PlacedStream(IterableDataset[Any]):
 
 
 class WorkerPlaces:
-    """Tells in a worker process where its stream stands, and has its first epoch go on from such a place.
+    """Returns the state of the stream in a worker process, and resumes its first epoch from such a state.
 
     A loader makes one when it starts processes, and each of them has a copy until it ends: torch calls ``start`` once,
-    ``PlacedStream`` calls ``begin`` at each epoch, and ``HandOver`` calls ``tell`` after each batch. Always: what is
-    told is the state after the batch that it travels with. A process tells after each batch whose number is a multiple
-    of a power of two, which grows with the time that a state takes, so that such numbers of all processes meet.
+    ``PlacedStream`` calls ``begin`` at each epoch, and ``HandOver`` calls ``state_after`` after each batch. Always: the
+    state is that after the batch that it is sent with. It is returned after each batch whose number is a multiple of a
+    power of two, which grows with the time that a state takes, so that all processes return states of equal numbers.
 
     Args:
-        places: A place for each process to go on from, as ``tell`` returned it; none to begin.
+        places: A place for each process to go on from, as ``state_after`` returned it; empty to begin.
         batch_size: Samples of a batch; ``None`` where each sample is one.
         init_fn: The ``worker_init_fn`` of the loader.
     """
@@ -99,8 +99,8 @@ class WorkerPlaces:
             set_shared_state(place[1], self._held)
         return samples
 
-    def tell(self, samples: Any) -> tuple[int, int, bytes] | None:
-        """Return the process, its number of batches and its place after them; ``None`` if the stream is not asked now.
+    def state_after(self, samples: Any) -> tuple[int, int, bytes] | None:
+        """Return the process, its number of batches and its place after them; ``None`` if no state is due.
 
         Args:
             samples: Those of the batch. If they are fewer than in others the stream has ended, and may be at the
@@ -132,11 +132,11 @@ class WorkerPlaces:
 
 
 class RoundsPosition(Position):
-    """The position in a stream that worker processes read, each of which tells its place with some of its batches.
+    """The position in a stream that worker processes read, each of which sends its place with some of its batches.
 
-    ``StreamEpochs`` makes it in place of a ``Position``. torch takes a batch of each process in turn, and begins with
-    the first one after a start. So a run can go on where each has given as many batches as the others: after a round.
-    Always: ``states`` are places that all processes told after the same round. Where one of them ends before the
+    ``StreamEpochs`` makes it in place of a ``Position``. torch takes batches from the processes round-robin, and starts
+    with the first one. A run can therefore resume where all have returned equally many batches, which is after a round.
+    Always: ``states`` are places of all processes after the same round. Where one of them ends before the
     others, or has lost count by an error, no round is whole any more, and the last whole one stays.
 
     Args:
@@ -148,8 +148,8 @@ class RoundsPosition(Position):
         super().__init__(consumed)
         self._workers = workers
         self._first = 0  # how many batches of the epoch were used before the processes began to count
-        self._round = 0  # the latest one in which a process told its place
-        self._told: list[bytes] = []  # the places that were told in it
+        self._round = 0  # the latest one in which a process sent its place
+        self._round_places: list[bytes] = []  # the places that were sent in it
 
     def start_from(self, consumed: int, places: list[bytes]) -> None:
         """Count rounds from the place from which the processes go on.
@@ -162,14 +162,14 @@ class RoundsPosition(Position):
         self.states = [(consumed, places)]
 
     def keep(self, state: tuple[int, int, bytes]) -> None:
-        """Keep what a process told, once all of them told their places in this round."""
+        """Add the place of a process to this round, and keep the places once all processes have sent theirs."""
         worker, number, place = state
-        rounds, turn = divmod(self.consumed - self._first - 1, self._workers)
-        if (worker, number) != (turn, rounds + 1):
+        rounds, index = divmod(self.consumed - self._first - 1, self._workers)
+        if (worker, number) != (index, rounds + 1):
             return
         if number != self._round:
             self._round = number
-            self._told = []
-        self._told.append(place)
-        if len(self._told) == self._workers:
-            super().keep(self._told)
+            self._round_places = []
+        self._round_places.append(place)
+        if len(self._round_places) == self._workers:
+            super().keep(self._round_places)

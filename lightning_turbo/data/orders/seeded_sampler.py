@@ -17,17 +17,17 @@ __all__ = ["SeededSampler"]
 class SeededSampler(DistributedSampler[Any]):
     """A sampler whose order follows from (seed, epoch) alone, on any number of ranks.
 
-    The order of an epoch is one permutation of the dataset, that of ``DistributedSampler``, dealt out in turn: of two
-    ranks the first takes its samples 0, 2, 4, ... Without a process group there is one rank. Always: the order and the
-    share of this rank are those of the attributes, the dataset and the process group at the time of the pass, because a
-    Trainer may begin the group after the sampler is made.
+    The order of an epoch is one permutation of the dataset, that of ``DistributedSampler``, interleaved over the
+    ranks: with two ranks, the first one takes samples 0, 2, 4, ... Without a process group there is one rank. Always:
+    the order and the shard of this rank are those of the attributes, the dataset and the process group when iteration
+    begins, because a Trainer may start the group after the sampler is created.
 
     Args:
         dataset: What is sampled from; only its length is used.
         seed: An integer from 0 to ``2**32 - 1``, the same on all ranks.
         shuffle: ``False`` for the order of the dataset.
-        drop_last: Whether samples that do not make a full turn of the ranks are left out; otherwise the first ones
-            are taken again to fill it.
+        drop_last: Whether the last samples are dropped to make the order evenly divisible by the number of ranks;
+            otherwise the first ones are repeated.
         num_replicas: The number of ranks; ``None`` for that of the process group.
         rank: The number of this rank; ``None`` for that of the process group.
 

@@ -96,7 +96,7 @@ class Shards:
 
 
 class Sharding(NamedTuple):
-    """How a loader shards an order of samples: it deals them out to the ranks in turn, and to batches there.
+    """How a loader shards an order of samples: interleaved over the ranks, and in batches on each rank.
 
     ``ResumableSampler`` makes one for each question, because a Trainer may begin the process group after the loader is
     made. Always: the numbers of ranks, and of this one, are those of the moment when it was made.
@@ -254,10 +254,10 @@ class Sharding(NamedTuple):
 
 
 class BatchSharding(Sharding):
-    """How a loader with a ``LengthBatchSampler`` shards an order, whose entries are batches, which ranks take in turn.
+    """How a loader with a ``LengthBatchSampler`` shards an order of batches, which are interleaved over the ranks.
 
-    If the order goes on with other ranks, the rest is filled up for these, and is another order from then on.
-    ``SampleOrder.cuts`` tells how it was made.
+    If the epoch is resumed with another number of ranks, the rest of the order is padded for them, and differs from
+    then on. ``SampleOrder.cuts`` records this.
     """
 
     @property

@@ -24,8 +24,8 @@ class WeightedSampler(SeededSampler):
     """A sampler that draws samples by weight, in an order that follows from (seed, epoch) on any number of ranks.
 
     The order of an epoch is what ``torch.utils.data.WeightedRandomSampler`` draws with a generator that was seeded with
-    ``seed + epoch``. It is dealt out in turn, as that of ``SeededSampler``: of two ranks the first takes positions 0,
-    2, 4, ... Lightning keeps this sampler under every strategy, because it is a ``DistributedSampler``.
+    ``seed + epoch``. It is interleaved over the ranks, as that of ``SeededSampler``: with two ranks, the first one has
+    positions 0, 2, 4, ... Lightning keeps this sampler under every strategy, because it is a ``DistributedSampler``.
 
     Args:
         weights: One weight for each sample of the dataset, not negative and finite, not all zero; they need not sum up
@@ -33,8 +33,8 @@ class WeightedSampler(SeededSampler):
         num_samples: How many samples an epoch draws over all ranks; ``None`` for as many as there are weights.
         replacement: Whether a sample may be drawn more than once in an epoch.
         seed: An integer from 0 to ``2**32 - 1``, the same on all ranks.
-        drop_last: Whether positions that do not make a full turn of the ranks are left out; otherwise the first ones
-            are taken again to fill it.
+        drop_last: Whether the last positions are dropped to make the order evenly divisible by the number of ranks;
+            otherwise the first ones are repeated.
         num_replicas: The number of ranks; ``None`` for that of the process group, asked for at each pass.
         rank: The number of this rank; ``None`` for that of the process group.
 

@@ -57,7 +57,7 @@ def test_evaluation_equals_pillow(photos):
 
 
 def test_windows_have_the_area_and_ratio_of_the_arguments(tmp_path):
-    """On an image whose pixels are their own coordinates, the corners of a crop tell its window."""
+    """On an image whose pixels are their own coordinates, the corners of a crop show its window."""
     folder = tmp_path / "one"
     folder.mkdir()
     y, x = np.mgrid[0:200, 0:250]

@@ -1,8 +1,8 @@
-"""The order of work on the side stream: nothing is read before it is written or given back while it is read.
+"""Synchronization of the side stream: nothing is read before it is written, or freed while it is read.
 
-A pretended ``torch.cuda`` keeps a vector clock for each stream (Mattern, 1989). A tensor knows the stream and the time
-of its making; reading it on a stream whose clock has not heard of that time is a fault. Its memory goes back to the
-stream that made it, and it is a fault to make another there which has not heard of the readers.
+A simulated ``torch.cuda`` has a vector clock for each stream (Mattern, 1989). A tensor records the stream and the time
+of its creation; reading it on a stream that has not synchronized with that time is an error. Its memory is freed on the
+stream that created it, and reusing that memory before synchronizing with its readers is an error.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A state goes through a file, tells what was used, and is refused where it is of another snapshot."""
+"""Saving and loading a state, the samples that it counts as used, and refusing states of other versions."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ EVERY = {
     "begun": EpochState(order=OrderStart(STATES), first_rng=STATES.shared),
     "stream": EpochState(
         consumed=2, ended=True, over=True,
-        stream=StreamPlace("Lines", 4, 2, places=[(1, [({"a": 1}, {})] * 2)], told_by=2),
+        stream=StreamPlace("Lines", 4, 2, places=[(1, [({"a": 1}, {})] * 2)], num_workers=2),
     ),
 }  # fmt: skip
 

@@ -334,7 +334,7 @@ def test_an_order_of_the_global_generator_goes_on_where_a_plain_loop_puts_it_bac
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, TypeError, ValueError])
-def test_a_length_that_cannot_be_told(error):
+def test_a_length_that_raises(error):
     class Sampling(Drawn):
         def __iter__(self):
             return iter(range(20))

@@ -264,14 +264,14 @@ def test_a_long_structure_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(hand_over, "LONGEST_STRUCTURE", 500)
     batch = [b"x" * 400, b"y" * 400, torch.ones(3), torch.ones(4)]
     assert pack(batch) is batch
-    assert pack(batch, told=5).open() is batch
+    assert pack(batch, stream_state=5).open() is batch
     assert isinstance(pack(batch[1:]), PackedBatch)
 
 
 def test_what_a_worker_tells_travels_with_the_batch():
     for batch in ([torch.ones(2), torch.ones(3)], torch.ones(300, 300), "text"):
-        packed = pack(batch, told={"position": 7})
-        assert packed.told == {"position": 7}
+        packed = pack(batch, stream_state={"position": 7})
+        assert packed.stream_state == {"position": 7}
         assert not differences(packed.open(), batch)
 
 
@@ -343,21 +343,21 @@ def test_batches_are_opened_in_the_background(monkeypatch):
     opened = []
     own = PackedBatch.open
 
-    def noting(self):
+    def recording(self):
         opened.append(threading.current_thread() is threading.main_thread())
         return own(self)
 
-    monkeypatch.setattr(PackedBatch, "open", noting)
+    monkeypatch.setattr(PackedBatch, "open", recording)
     assert len(list(PrefetchLoader(Rows(40, sample), batch_size=4, num_workers=1, collate_fn=list))) == 10
     assert len(opened) == 10
     assert opened[:1] == [True]  # the first ones show whether there is a thread
     assert not any(opened[5:])
 
 
-def test_what_is_told_becomes_the_state_of_the_position():
+def test_the_stream_state_becomes_the_state_of_the_position():
     def batches():
         for number in range(4):
-            yield pack([torch.ones(2) * number], told=number)
+            yield pack([torch.ones(2) * number], stream_state=number)
 
     iterator = PrefetchIterator(batches())
     for number in range(4):

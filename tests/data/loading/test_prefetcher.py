@@ -1,4 +1,4 @@
-"""What an iterator hands over: every item in its turn, and errors at theirs."""
+"""Items that an iterator returns: all of them in order, and errors at their items."""
 
 import sys
 import threading

@@ -51,7 +51,7 @@ def trial(number):
     settings = {"num_workers": workers, "persistent_workers": workers > 0 and draw.random() < 0.5}
     if name != "batches":
         settings |= {"batch_size": draw.randint(1, 6), "drop_last": draw.random() < 0.3}
-    # Worker processes have generators of their own, which no state tells of.
+    # Worker processes have their own generators, whose states are not saved.
     load = augmented if not workers and draw.random() < 0.4 else torch.tensor
 
     def make(cls):

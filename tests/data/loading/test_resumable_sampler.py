@@ -175,7 +175,7 @@ def test_generators_in_worker_processes_are_told_of():
     loader.state_dict()  # new processes begin with the generator as it is here; a warning would be an error
 
 
-def test_another_number_of_generators_is_told():
+def test_another_number_of_generators_warns():
     first = PrefetchLoader(Noisy(np.random.default_rng(1)), 2)
     take(first, 1)
     again = PrefetchLoader(range(2 * LENGTH), 2)

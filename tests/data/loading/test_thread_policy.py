@@ -37,7 +37,7 @@ def load(policy, *seconds, is_left=True):
 
 def test_a_slow_source_is_measured_then_watched_then_left_to_a_thread():
     profile = LoadProfile()
-    # The first batch, in which files are opened, tells nothing, and the one that is watched takes longer for it.
+    # The first batch, which opens files, is not measured, nor is the watched one, which takes longer.
     assert load(ThreadPolicy(profile), 9.0, SLOW, 0.0) == [(False, False), (False, False), (True, True)]
     # The epoch after it begins with a thread, as long as batches were slow.
     assert load(ThreadPolicy(profile), 9.0) == [(False, True)]
@@ -110,7 +110,7 @@ def verdicts(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "lightning_turbo.data"]
 
 
-def test_the_decision_is_told_at_debug(caplog, monkeypatch):
+def test_the_decision_is_logged_at_debug(caplog, monkeypatch):
     caplog.set_level(logging.DEBUG, "lightning_turbo.data")
     monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 60.0)
     list(PrefetchLoader(range(80), 2))
@@ -118,8 +118,8 @@ def test_the_decision_is_told_at_debug(caplog, monkeypatch):
     caplog.clear()
     monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
     list(PrefetchLoader(range(80), 2))
-    told = verdicts(caplog)
-    assert [each.split(":")[0] for each in told] == ["a thread loads", "thread started", "thread ended"]
+    found = verdicts(caplog)
+    assert [each.split(":")[0] for each in found] == ["a thread loads", "thread started", "thread ended"]
     caplog.clear()
     with pytest.warns(NoEffectWarning):
         list(PrefetchLoader(Data(True), 2))
@@ -172,9 +172,9 @@ def drawn(draw):
     [("torch", lambda: torch.rand(1)), ("random", random.random), ("numpy.random", lambda: np.random.rand())],
 )
 def test_a_source_that_draws_from_shared_generators_stays_in_the_asking_thread(name, draw, every_loader_has_a_thread):
-    with pytest.warns(NoEffectWarning, match=f"global RNG of {name}, .*num_workers=1") as told:
+    with pytest.warns(NoEffectWarning, match=f"global RNG of {name}, .*num_workers=1") as caught:
         assert list(PrefetchIterator(drawn(draw))) == [(n, True) for n in range(6)]
-    assert len(told) == 1
+    assert len(caught) == 1
     seeds = iter([torch.rand, *[int] * 5])  # draws at the start of a source keep nothing there
     got = list(PrefetchIterator(drawn(lambda: next(seeds)(1))))
     assert [main for _, main in got] == [True, True, False, False, False, False]

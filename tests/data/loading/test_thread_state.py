@@ -1,4 +1,4 @@
-"""What belongs to one thread: modes that the background thread takes over, and the note where it cannot."""
+"""Thread-local state: modes that the background thread copies, and the note on errors where it cannot."""
 
 import asyncio
 import contextvars
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading.thread_state import ThreadState, tell_of_thread
+from lightning_turbo.data.loading.thread_state import ThreadState, add_thread_note
 from tests.data.loading.iterators import for_a_thread
 from tests.data.samples import Rows
 
@@ -108,9 +108,9 @@ def test_what_is_bound_to_a_thread_names_the_thread_and_what_to_do(make, threads
     try:
         with pytest.raises(Exception) as raised:  # noqa: PT011 - each kind has an error of its own
             list(PrefetchLoader(Rows(24, load), 4, threads=threads))
-        told = "".join(traceback.format_exception(raised.value))
-        assert told.count("loaded in a background thread, as prefetching does") == 1
-        assert "num_workers=1" in told
+        text = "".join(traceback.format_exception(raised.value))
+        assert text.count("loaded in a background thread, as prefetching does") == 1
+        assert "num_workers=1" in text
         assert list(DataLoader(Rows(24, load), 4))
     finally:
         close()
@@ -129,12 +129,12 @@ def test_errors_of_the_calling_thread_and_of_worker_processes_carry_no_note(ever
 def test_an_error_without_notes_carries_it_in_its_text(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10))
     for error, text in ((ValueError("a", 3), ("a\nThis was loaded", 3)), (OSError(2, "b"), (2, "b"))):
-        tell_of_thread(error)
-        tell_of_thread(error)
+        add_thread_note(error)
+        add_thread_note(error)
         first, *rest = error.args
         assert str(first).startswith(str(text[0]))
         assert str(first).count("background thread") == (text[0] != 2)
         assert rest == list(text[1:])
     for left in (KeyboardInterrupt("a"), StopIteration("a")):
-        tell_of_thread(left)
+        add_thread_note(left)
         assert left.args == ("a",)

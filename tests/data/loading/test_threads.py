@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
 
 
 def fails(error, *places):
-    """A dataset whose samples take turns in time, so that a later one is often done first, and some raise an error."""
+    """A dataset with samples of different durations, so that later ones are often loaded first; some raise errors."""
 
     def load(index):
         time.sleep(0.002 * (index % 3 == 0))
@@ -60,7 +60,7 @@ def test_batches_of_any_size_are_in_their_order(length, threads):
 
 
 class NoLength(Dataset):
-    """A dataset with indices that cannot tell its length: the sampler knows it."""
+    """A map-style dataset without a length, which the sampler knows."""
 
     def __getitem__(self, index):
         time.sleep(0.001)

@@ -106,7 +106,7 @@ def test_a_loader_is_closed_while_the_one_that_waits_takes_the_end_of_the_thread
 )
 def test_workers_that_somebody_else_ends_are_an_error_and_no_hang(make, dataset, wrap, taken):
     loader = make(dataset(), batch_size=2, **WORKERS)
-    loader.limit_batches(lambda: math.inf)  # as if a Trainer had told, so that a thread takes the batches
+    loader.limit_batches(lambda: math.inf)  # as a Trainer does, so that a thread takes the batches
     iterator = wrap(loader)
     got = take(iterator, taken)
     as_a_trainer_does(loader)
@@ -153,7 +153,7 @@ class WithoutPinning(LeavesOut):
         return self.given
 
 
-def test_a_thread_of_torch_that_died_is_told(monkeypatch):
+def test_a_dead_thread_of_torch_is_reported(monkeypatch):
     monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
     iterator = PrefetchIterator(WithoutPinning())
     assert [next(iterator) for _ in range(2)] == [1, 2]

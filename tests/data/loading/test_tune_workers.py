@@ -109,7 +109,7 @@ def test_random_generators_are_put_back_and_the_step_is_measured():
     assert (random.getstate(), own.getstate()) == expected[2:]
 
 
-def test_workers_that_cannot_be_started_are_told():
+def test_workers_that_cannot_be_started_are_refused():
     class Local(Rows):
         pass
 
@@ -129,7 +129,7 @@ def test_an_error_in_the_step_is_raised_and_nothing_is_left():
             tune_workers(maker(range(10**6), cls), seconds=1, max_workers=1, show=None, step=lambda batch: 1 / 0)
 
 
-def test_errors_of_loading_are_told():
+def test_errors_of_loading_are_reported():
     with pytest.raises(RuntimeError, match=r"num_workers=0: ValueError: no such row.*Give it more seconds, or repair"):
         tune_workers(maker(Rows(9, bad)), seconds=2, max_workers=0, show=None)
 
@@ -162,7 +162,7 @@ def test_loaders_without_a_length_are_measured(settings):
     assert tune_workers(make_loader, seconds=0.5, max_workers=0, show=None).num_workers == 0
 
 
-def test_an_error_of_the_dataset_is_told_as_it_is_whatever_it_says():
+def test_an_error_of_the_dataset_is_raised_unchanged():
     def broken(index):
         raise RuntimeError("the request to the bucket timed out")
 
@@ -175,7 +175,7 @@ def test_an_error_of_the_dataset_is_told_as_it_is_whatever_it_says():
     [lambda loader: [1, 2], lambda loader: DevicePrefetcher(loader, "cpu"), iter],
     ids=["a list", "a wrapper", "an iterator"],
 )
-def test_what_is_no_loader_is_told(make):
+def test_a_result_that_is_not_a_loader_is_refused(make):
     with pytest.raises(
         TypeError, match=r"make_loader: expected a function that returns a DataLoader; where something wra"
     ):

@@ -286,12 +286,12 @@ def test_a_collate_table_that_somebody_changed_counts(monkeypatch):
 
 @pytest.mark.parametrize("index", [20, -21, 1.5, "a"])
 def test_errors_are_those_of_a_data_loader(index):
-    told = []
+    errors = []
     for kind in (DataLoader, PrefetchLoader):
         with pytest.raises((IndexError, TypeError)) as caught:
             next(iter(kind(tensors(), batch_sampler=[[0, index]])))
-        told.append((caught.type, str(caught.value)))
-    assert told[0] == told[1]
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
 
 
 def test_batches_of_one_sample_without_a_size_stay_samples():
@@ -316,7 +316,7 @@ def test_the_loader_keeps_its_dataset():
 def _double(worker):
     info = torch.utils.data.get_worker_info()
     info.dataset.tensors = tuple(part * 2 for part in info.dataset.tensors)
-    info.dataset.told = worker
+    info.dataset.worker = worker
 
 
 def test_a_worker_init_fn_reaches_the_dataset():

@@ -1,4 +1,4 @@
-"""A run that is stopped again and again in an epoch goes on exactly, by the places that worker processes tell."""
+"""Runs that are stopped several times within an epoch resume exactly, from the states of worker processes."""
 
 import threading
 import warnings
@@ -63,7 +63,7 @@ class Placed(Counted):
 
 
 class Holding(Placed):
-    """Draws from a generator that it holds, and does not tell of."""
+    """Draws from its own generator, whose state is not part of the stream's state."""
 
     def __init__(self, lengths):
         super().__init__(lengths)
@@ -161,7 +161,7 @@ def test_a_stream_with_a_state_stops_three_times_in_an_epoch(workers, stays, siz
 
 @pytest.mark.parametrize(("workers", "stays"), WORKERS)
 def test_a_stop_after_a_last_batch_that_is_not_full_does_not_begin_the_stream_again(workers, stays):
-    """The stream was at its end by then, and told of the beginning of its next pass."""
+    """The stream was at its end by then, and returned the state at the beginning of its next pass."""
 
     def make():
         return PrefetchLoader(Placed((7, 7)), 3, num_workers=workers, persistent_workers=stays)
@@ -244,7 +244,7 @@ def test_other_processes_run_through_the_stream(before, now):
 
 
 class Asks(Placed):
-    """Wants to be told something for its state, as streams whose own loaders keep it."""
+    """Requires an argument for its state, as streams whose own loaders keep it do."""
 
     def state_dict(self, used):
         raise AssertionError(f"nobody knows of {used} here")
@@ -295,16 +295,16 @@ def test_a_stream_that_gives_no_state_is_run_through(kind, workers):
         warnings.simplefilter("always")
         (every,) = straight(make, 1)
         seen, rest, _ = in_stops(make, (2, 1))
-    told = [str(each.message) for each in caught if each.category is TurboWarning]
-    assert bool(told) is says
-    assert all(f"state_dict() of the stream {kind.__name__}: expected a state" in each for each in told)
+    messages = [str(each.message) for each in caught if each.category is TurboWarning]
+    assert bool(messages) is says
+    assert all(f"state_dict() of the stream {kind.__name__}: expected a state" in each for each in messages)
     torch.manual_seed(0)
     assert without_reads(every) == without_reads(values(DataLoader(kind(), 2, num_workers=workers)))
     assert without_reads(seen + rest) == without_reads(every)
 
 
 class LooksAhead(DataLoader):
-    """Reads a batch ahead of the one that it returns, as a loader does that tells which batch is the last."""
+    """Reads one batch ahead of the one that it returns, as loaders do that flag the last batch."""
 
     def __iter__(self):
         batches = super().__iter__()
@@ -428,12 +428,12 @@ def test_processes_that_are_not_forked_go_on_too():
 
 @pytest.mark.parametrize(("asking", "most"), [(0.0, 300), (0.002, 1), (0.02, 1), (5.0, 1)])
 def test_a_process_asks_so_seldom_that_it_takes_a_small_part_of_the_time(asking, most, monkeypatch):
-    """Each of 300 batches takes 10 ms; what two processes tell meets, though one takes longer for it."""
+    """Each of 300 batches takes 10 ms. Two processes return states after equal numbers, though one is slower."""
     clock = type("Clock", (), {"now": 100.0, "perf_counter": lambda self: self.now})()
     monkeypatch.setattr(streams, "LOADING_TO_ASKING", 20)
     monkeypatch.setattr(worker_streams, "time", clock)
 
-    def told(asking):
+    def numbers_with_state(asking):
         class Slow(Placed):
             def state_dict(self):
                 clock.now += asking
@@ -444,19 +444,19 @@ def test_a_process_asks_so_seldom_that_it_takes_a_small_part_of_the_time(asking,
         numbers = []
         for number in range(1, 301):
             clock.now += 0.01
-            if places.tell([0]) is not None:
+            if places.state_after([0]) is not None:
                 numbers.append(number)
         return numbers
 
-    numbers = told(asking)
+    numbers = numbers_with_state(asking)
     assert len(numbers) <= max(most, 1 + 300 * 0.01 / (20 * asking or 0.01))
-    assert asking > 0.1 or set(told(asking / 3)) & set(numbers[1:])
+    assert asking > 0.1 or set(numbers_with_state(asking / 3)) & set(numbers[1:])
 
 
 def test_a_round_counts_once_all_processes_told_after_the_same_one():
     position = RoundsPosition(7, 2)
     position.start_from(6, ["from"])
-    # The batch is the second one of the first process: the round before is not told of by both.
+    # The batch is the second one of the first process: not both processes have returned a state of that round.
     for worker, number, whole in (
         (0, 1, []), (1, 1, [(8, ["0:1", "1:1"])]), (0, 2, []), (None, 2, []), (None, 3, []), (1, 3, []),
         (0, 4, []), (1, 5, []), (0, 5, []), (1, 5, [(16, ["0:5", "1:5"])]),

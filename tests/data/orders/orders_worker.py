@@ -32,7 +32,7 @@ class OwnBatches(BatchSampler):
     """A batch sampler of a user's."""
 
 
-def own_batches_are_told():
+def warns_of_own_batches():
     """What ``Prefetch`` says where Lightning makes a user's batch sampler again."""
 
     class Own(Net):
@@ -101,5 +101,5 @@ def main(folder):
         trainer.fit(model, datamodule=data)
         trainer.predict(model, datamodule=data, return_predictions=False)
         found[f"{strategy}, {order}, {where}"] = model.seen
-    found["own"] = own_batches_are_told()
+    found["own"] = warns_of_own_batches()
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 def test_two_ranks_are_given_what_the_orders_say(tmp_path):
     run_ranks(main, tmp_path)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    told, _ = (found.pop("own") for found in ranks)
-    assert len(told) == 1, "Lightning made a user's own batch sampler again, which rank 0 says once"
+    warned, _ = (found.pop("own") for found in ranks)
+    assert len(warned) == 1, "Lightning made a user's own batch sampler again, which rank 0 says once"
     assert len(ranks[0]) == len(CASES)
     for rank, found in enumerate(ranks):
         for case, seen in found.items():

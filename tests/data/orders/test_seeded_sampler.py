@@ -1,4 +1,4 @@
-"""SeededSampler: ranks are dealt one order in turn, also those of a process group that begins later."""
+"""SeededSampler: one order is interleaved over the ranks, also those of a process group that starts later."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SEED = 7
 
 
 @pytest.mark.parametrize(("ranks", "shuffle", "drop_last"), [(2, True, False), (8, True, True), (8, False, False)])
-def test_ranks_are_dealt_one_order_in_turn(ranks, shuffle, drop_last):
+def test_ranks_are_interleaved_one_order_in_turn(ranks, shuffle, drop_last):
     length, more, orders = 21, {"shuffle": shuffle, "drop_last": drop_last}, set()
     for epoch in range(3):
         samplers = [SeededSampler(range(length), SEED, num_replicas=ranks, rank=n, **more) for n in range(ranks)]
@@ -22,10 +22,10 @@ def test_ranks_are_dealt_one_order_in_turn(ranks, shuffle, drop_last):
         assert sorted(order) == list(range(length))
         assert (order == list(range(length))) is not shuffle
         assert order == list(whole)
-        turns = length // ranks if drop_last else -(-length // ranks)
-        dealt = [index for turn in zip(*samplers, strict=True) for index in turn]
-        assert dealt == (order + order)[: turns * ranks]
-        assert {len(sampler) for sampler in samplers} == {turns}
+        steps = length // ranks if drop_last else -(-length // ranks)
+        interleaved = [index for step in zip(*samplers, strict=True) for index in step]
+        assert interleaved == (order + order)[: steps * ranks]
+        assert {len(sampler) for sampler in samplers} == {steps}
         orders.add(tuple(order))
     assert len(orders) == (3 if shuffle else 1)
 

@@ -50,15 +50,15 @@ def loaders(make, ranks, batch_size, **settings):
 
 
 def run(made, state, batches=None):
-    """The samples of all ranks in turn, and the state of the first one after so many batches of each."""
+    """The interleaved samples of all ranks, and the state of the first rank after ``batches`` batches of each."""
     for loader in made:
         if state is not None:
             loader.load_state_dict(state)
     torch.manual_seed(1)
     iterators = [iter(loader) for loader in made]
     parts = [take(each, batches) if batches is not None else values(each) for each in iterators]
-    turns = itertools.zip_longest(*([index for batch in part for index in batch] for part in parts))
-    return [index for turn in turns for index in turn if index is not None], saved(made[0].state_dict())
+    steps = itertools.zip_longest(*([index for batch in part for index in batch] for part in parts))
+    return [index for step in steps for index in step if index is not None], saved(made[0].state_dict())
 
 
 @pytest.mark.parametrize(("make", "lives"), [
@@ -76,7 +76,7 @@ def test_lives_of_other_ranks_and_batches_make_one_epoch(make, lives):
     more, state = run(last, state)
     assert state["over"]
     assert state["consumed"] == len(last[0])
-    # What fills the last turn of the ranks was seen before.
+    # Samples that pad the last step of the ranks were seen before.
     assert (seen + more)[:LENGTH] == whole[:LENGTH]
     assert len(seen + more) - LENGTH == -(LENGTH - len(seen)) % ranks
 
@@ -102,7 +102,7 @@ def test_packed_data_and_patches_are_the_same_with_other_ranks(kind, tmp_path):
                 loader.load_state_dict(state)
             taken = itertools.islice(iter(loader), batches)
             parts.append([row for batch in taken for row in (batch["image"] if kind == "patches" else batch)])
-        return [row for turn in zip(*parts, strict=True) for row in turn], saved(loader.state_dict())
+        return [row for step in zip(*parts, strict=True) for row in step], saved(loader.state_dict())
 
     whole, _ = rows(1, 1)
     first, state = rows(2, 1, batches=1)

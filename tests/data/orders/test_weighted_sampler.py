@@ -32,10 +32,10 @@ def test_the_order_is_the_one_that_torchs_sampler_draws_from_this_seed(replaceme
 def test_ranks_share_the_positions_of_one_order(ranks, number):
     (whole,) = draw(1, [1.0, 2.0, 3.0], number)
     drawn = draw(ranks, [1.0, 2.0, 3.0], number)
-    in_turn = [index for step in zip(*drawn, strict=True) for index in step]
-    filled = whole * ranks  # the first ones are taken again to fill the last turn
-    assert in_turn == filled[: len(in_turn)]
-    assert number <= len(in_turn) < number + ranks
+    interleaved = [index for step in zip(*drawn, strict=True) for index in step]
+    filled = whole * ranks  # the first ones are repeated to pad the last step
+    assert interleaved == filled[: len(interleaved)]
+    assert number <= len(interleaved) < number + ranks
     dropped = draw(ranks, [1.0, 2.0, 3.0], number, drop_last=True) if number >= ranks else []
     assert [index for step in zip(*dropped, strict=True) for index in step] == whole[: len(dropped) * (number // ranks)]
 

@@ -268,9 +268,9 @@ def test_ranks_that_start_at_once_fill_it_once(tmp_path, dies):
 
 
 def ranks_over_and_over(folder, barrier):
-    for turn in range(60):
+    for repetition in range(60):
         barrier.wait()
-        cached = cache_transforms([np.zeros(1), np.ones(2)], folder / str(turn), key="pair")
+        cached = cache_transforms([np.zeros(1), np.ones(2)], folder / str(repetition), key="pair")
         barrier.wait()
         assert [path.name for path in cached.parent.iterdir()] == [cached.name]
         assert {path.suffix for path in cached.iterdir()} == {".npy", ".index", ".json"}

@@ -141,7 +141,7 @@ def halve(batch):
     return {"x": batch["x"].float() / 2, "y": batch["y"]}
 
 
-def turn(sample):
+def transpose(sample):
     assert sample["x"].shape == (4, 5)
     return {**sample, "x": sample["x"].T, "n": len(sample)}
 
@@ -149,7 +149,7 @@ def turn(sample):
 @pytest.mark.parametrize(("collate", "workers"), [(None, 0), (PackedDataset.collate, 1)])
 def test_sample_transform_sees_samples_after_transform_saw_the_batch(arrays, collate, workers):
     dataset = PackedDataset(
-        arrays, keys={"x": "train_images", "y": "train_labels"}, transform=halve, sample_transform=turn
+        arrays, keys={"x": "train_images", "y": "train_labels"}, transform=halve, sample_transform=transpose
     )
     assert list(dataset[2]) == ["x", "y", "n"]
     assert dataset[2]["x"].shape == (5, 4)
@@ -241,7 +241,7 @@ def test_collate_sees_a_list_that_was_edited(arrays, edit):
 # Where nothing was packed.
 
 
-def test_what_is_no_packed_folder_is_told(tmp_path):
+def test_a_folder_that_is_not_packed_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "begun.partial").mkdir()

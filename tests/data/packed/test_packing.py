@@ -102,7 +102,7 @@ def test_what_was_interrupted_goes_on(tmp_path, compress, torn):
 
 
 class Large(Samples):
-    """Samples that fill a pipe, each of which tells the process that loads it."""
+    """Samples that fill a pipe, each with the number of the process that loads it."""
 
     def __getitem__(self, index):
         Path(self.make, str(os.getpid())).touch()

@@ -273,7 +273,7 @@ def test_a_label_file_with_a_slope_is_named(nifti, tmp_path):
 
 
 @pytest.mark.parametrize("codes", [(1, 1), (1, 0), (0, 1)])
-def test_an_sform_that_differs_from_the_qform_is_told(nifti, tmp_path, recwarn, codes):
+def test_an_sform_that_differs_from_the_qform_warns(nifti, tmp_path, recwarn, codes):
     nibabel = pytest.importorskip("nibabel")
     sform, qform = np.diag([1, 1, 2.0, 1]), np.diag([1, 1, 3.0, 1])
     (tmp_path / "in").mkdir()
