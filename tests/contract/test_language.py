@@ -1,4 +1,4 @@
-"""Messages, docstrings and pages use the words of PyTorch's documentation."""
+"""Messages, docstrings and pages use the words of PyTorch's documentation, in American spelling."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,11 @@ BANNED = {
     r"\bprocess-wide generators?\b": "global RNG",
     r"\bwhat was given\b": "the argument",
 }
+# British spellings, in lower case. Names of other packages are written as they are.
+BRITISH = re.compile(
+    r"behaviour|neighbour|colour|favour|\b(un)?labelled\b(?!=)|\b(centre|metre|millimetre|licence|grey)s?\b|"
+    r"(normal|standard|initial|synchron|minim|maxim|optim|general|summar|recogn|parallel|random)is(e|ed|es|er|ing|ation)\b"
+)
 FILES = sorted(
     path
     for pattern in (
@@ -31,12 +36,28 @@ FILES = sorted(
 )
 
 
+def place(path, text, match):
+    return f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}"
+
+
 def test_no_private_words():
     found = [
-        f"{path.relative_to(ROOT)}:{number}: {match[0]!r}; write: {better}"
+        f"{place(path, text, match)}; write: {better}"
         for path in FILES
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for text in (path.read_text(),)
         for phrase, better in BANNED.items()
-        for match in re.finditer(phrase, line)
+        for match in re.finditer(phrase, text)
+    ]
+    assert found == []
+
+
+def test_spelling_is_american():
+    others = [path for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    others += (ROOT / "docs" / "benchmarks").glob("*.md")
+    found = [
+        place(path, text, match)
+        for path in {*FILES, *others} - {Path(__file__)}
+        for text in (path.read_text().lower(),)
+        for match in BRITISH.finditer(text)
     ]
     assert found == []

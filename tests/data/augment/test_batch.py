@@ -14,13 +14,13 @@ from lightning_turbo.data import PrefetchLoader, seed_samples
 from lightning_turbo.data.augment import BatchAugmentation, Indexed, IndexedCollate, IndexedDataset
 from tests.data.augment.samples import ALL, Scans, assert_same, images, masks, passes
 
-OF_NEIGHBOURS = ("cutmix",)  # beside parameters, what comes out follows from the batch
+OF_NEIGHBORS = ("cutmix",)  # beside parameters, what comes out follows from the batch
 
 
 # The same in any batch, process and rank, and after a restart.
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - {*OF_NEIGHBOURS}))
+@pytest.mark.parametrize("name", sorted(set(ALL) - {*OF_NEIGHBORS}))
 def test_a_sample_is_augmented_alike_in_any_batch(name):
     augmentation = BatchAugmentation(
         [ALL[name](), ALL[name]()][: 1 if name == "crop" else 2], 5, image="image", mask="mask"

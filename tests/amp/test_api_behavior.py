@@ -1,4 +1,4 @@
-"""Every fact of tests/recorded/apex/api_behaviour.json: the same value or the same kind of error here."""
+"""Every fact of tests/recorded/apex/api_behavior.json: the same value or the same kind of error here."""
 
 import builtins
 import contextlib
@@ -19,9 +19,7 @@ from tests.amp.recorded import round_weights
 
 FACTS = {
     fact["id"]: fact
-    for fact in json.loads((Path(__file__).parents[1] / "recorded" / "apex" / "api_behaviour.json").read_text())[
-        "facts"
-    ]
+    for fact in json.loads((Path(__file__).parents[1] / "recorded" / "apex" / "api_behavior.json").read_text())["facts"]
     if not fact.get("version_artifact")
 }
 HALF = torch.float16
