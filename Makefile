@@ -34,12 +34,14 @@ docs: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-# Branches that the default tests reach: a line for each module that is not reached whole, and one of all. Failed tests
-# do not end it.
+# Branches that the default tests reach, also in the processes that they start: a line for each module that is not
+# reached whole, and one of all. Failed tests do not end it. The file's path is absolute, as processes run elsewhere.
 COVERAGE := runs/coverage.txt
+coverage: export COVERAGE_FILE := $(CURDIR)/runs/coverage.data
 coverage: $(STAMP)
 	mkdir -p $(dir $(COVERAGE))
-	-$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov=lightning_turbo --cov-branch --cov-report= -q $(PYTEST_ARGS)
+	rm -f $(COVERAGE_FILE)*
+	-$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report= -q $(PYTEST_ARGS)
 	$(BIN)/python -m coverage report --skip-covered > $(COVERAGE)
 	grep TOTAL $(COVERAGE)
 
