@@ -1,4 +1,4 @@
-"""Medians and ratios."""
+"""Medians, quartiles, paired ratios and confidence intervals."""
 
 import math
 
@@ -8,13 +8,13 @@ from benchmarks.figures import Summary, interval, ratio, step_seconds, summarize
 
 
 def row(*seconds, steps=2, sweeps=None):
-    """A row with these rounds, so many of them in each process."""
+    """A row with rounds of these seconds, each in its own process."""
     sweeps = sweeps or range(len(seconds))
     parts = zip(sweeps, seconds, strict=True)
     return {"rounds": [{"sweep": w, "seconds": s, "steps": steps, "process": w} for w, s in parts]}
 
 
-def test_median_and_quartiles_are_those_of_a_naive_count():
+def test_median_and_quartiles():
     assert summarize([5.0, 1.0, 4.0, 2.0, 3.0]) == Summary(3.0, 2.0, 4.0, 5)
     assert summarize([7.0]) == Summary(7.0, 7.0, 7.0, 1)
     assert summarize([]) is None

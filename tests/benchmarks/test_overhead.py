@@ -1,4 +1,4 @@
-"""The callbacks of the suite of overheads do their work in the steps that are measured."""
+"""The callbacks of the overhead suite do their work in the measured steps."""
 
 import warnings
 
@@ -12,7 +12,7 @@ STEPS = 2 * EPOCH + 4
 
 
 @pytest.mark.parametrize("name", ["GradToNone", "Doctor", "ExactAccumulation, uneven batches", "EffectiveBatchSize"])
-def test_no_callback_says_that_it_changes_nothing(name):
+def test_no_callback_warns_that_it_has_no_effect(name):
     orders = iter([{"order": "round", "lead": 0, "steps": STEPS - 4}, {"order": "end"}])
     case = load_suite("overhead").known[name]
     with warnings.catch_warnings():

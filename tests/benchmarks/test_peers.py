@@ -1,4 +1,4 @@
-"""What is measured beside us is what its own documentation says, and trains as the other rows do."""
+"""Peers train as the plain loop does, and their loaders return the same batches."""
 
 import gc
 
@@ -22,7 +22,7 @@ class Squares(Dataset):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("package", "case", "other", "tolerance"), [
     ("mosaicml", "Composer fp32", "PyTorch float32", 1e-4),
-    # Where the loss is rounded differs by library; a bfloat16 has 8 bits.
+    # Libraries round the loss at different places; bfloat16 has 8 bits of precision.
     ("accelerate", "Accelerate bf16", "PyTorch autocast bf16", 1e-2),
 ])  # fmt: skip
 def test_a_peer_trains_as_the_plain_loop_does(package, case, other, tolerance, tmp_path):
@@ -40,7 +40,7 @@ def test_a_peer_trains_as_the_plain_loop_does(package, case, other, tolerance, t
 @pytest.mark.parametrize(("package", "method"), [
     ("torchdata", "thread"), ("torchdata", "process"), ("monai", "thread"), ("monai", "none"),
 ])  # fmt: skip
-def test_loaders_of_others_give_the_batches_in_order(package, method):
+def test_loaders_of_peers_return_the_batches_in_order(package, method):
     pytest.importorskip({"torchdata": "torchdata.nodes", "monai": "monai.data"}[package])
     sampler = SequentialSampler(Squares())
     if package == "torchdata":
@@ -51,4 +51,4 @@ def test_loaders_of_others_give_the_batches_in_order(package, method):
     for _ in range(2):
         assert [batch.tolist() for batch in loader if len(batch) == 4] == expected
     del loader
-    gc.collect()  # ends its threads and processes
+    gc.collect()  # ends the threads and processes of the loader

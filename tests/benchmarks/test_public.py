@@ -1,6 +1,7 @@
-"""The table of public scripts, on a repository and with results of the test's own."""
+"""The table of public scripts: its verdicts, and that a script is tuned at its commit."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ FOUND |= {"other_cores": 0.2}
 NOTHING = {"chosen": {"settings": [], "ratio": None, "interval": None}, "verdict": "nothing helps here"}
 
 
-def test_a_row_tells_what_was_promised_and_whether_the_measured_interval_contains_it():
+def test_a_row_compares_the_promise_with_the_measured_interval():
     assert public.row("gan", FOUND) == [
         "`gan`", "lean + fused", "1.44 (1.30-1.60)", "12.0, 8.00", "1.50 (1.42-1.58)", "3", "11 %", "yes",
     ]  # fmt: skip
@@ -36,22 +37,12 @@ def test_a_row_tells_what_was_promised_and_whether_the_measured_interval_contain
     assert public.row("gan", failed)[3:] == ["12.0", "", "", "", "chosen failed: no data"]
     assert public.row("gan", {"error": "tune ended with exit status 2"})[1] == "tune ended with exit status 2"
     text = "\n".join(public.page({"gan": FOUND, "svi": other, "hydra": NOTHING}, 2.0))
-    assert "contains the promise in 1 of 2\nscripts with a recommendation, and is no wider than 15 % in 1 of 2." in text
-    assert "Other programs used 0.2 to 0.2 cores meanwhile." in text
-    assert f"blob/{SCRIPTS['gan'].commit}/lightning_examples/basic-gan/gan.py" in text
-
-
-@pytest.mark.parametrize(("name", "script"), SCRIPTS.items())
-def test_each_script_has_a_commit_a_license_and_a_path(name, script):
-    assert len(bytes.fromhex(script.commit)) == 20
-    assert script.path.endswith(".py")
-    assert script.license
-    assert script.command[-1 - len(script.arguments)] == script.path
+    assert re.search(r"promise in 1 of 2\b.*15 % in 1 of 2\b", text, re.DOTALL)
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository whose newest commit is not the one of the table."""
+    """A repository whose newest commit is not that of the table."""
     clone = tmp_path / "clones" / "theirs"
     (clone / "deep").mkdir(parents=True)
 
@@ -71,7 +62,7 @@ def repository(tmp_path):
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_path, monkeypatch, status):
+def test_a_script_is_tuned_in_its_own_folder_at_its_commit(repository, tmp_path, monkeypatch, status):
     ran, run = [], subprocess.run
 
     def record(command, **options):
@@ -101,52 +92,7 @@ def test_a_script_is_tuned_in_a_folder_of_its_own_at_its_commit(repository, tmp_
     assert ("exit status 2" in page.read_text()) == (status == 2)
 
 
-def test_a_clone_that_is_missing_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        public.main(["--repositories", str(tmp_path), "--only", "svi", "hydra"])
-    said = capsys.readouterr().err
-    assert f"git clone https://github.com/pyro-ppl/pyro {tmp_path / 'pyro'}" in said
-    assert "lightning-hydra-template" in said
-
-
-TRAIN = """
-import urllib.request
-from urllib.error import HTTPError
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-try:
-    urllib.request.urlretrieve("https://example.invalid/weights", "weights")
-except HTTPError as error:
-    print(error)
-Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False).fit(BoringModel())
-"""
-
-
-@pytest.mark.slow
-def test_a_script_is_tuned_really(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "lightning_turbo", "tune", "--minutes", "0.1", "--only", "lean"]
-    environment = {**public.os.environ, "PYTHONPATH": str(public.ROOT)}
-    command += ["-m", "benchmarks.offline", "train.py"]
-    assert subprocess.run(command, env=environment, check=False).returncode == 0
-    assert "HTTP Error 404" in next(Path("runs/tune/logs").iterdir()).read_text()
-
-
-def test_what_a_script_downloads_is_not_found():
-    with pytest.raises(HTTPError, match="HTTP Error 404") as caught:
+def test_downloads_of_a_script_are_refused():
+    with pytest.raises(HTTPError) as caught:
         offline.refuse("https://example.invalid/weights", "weights")
     caught.value.close()
-
-
-def test_data_are_in_the_format_of_the_real_files(tmp_path):
-    public.write_mnist(tmp_path)
-    public.write_cifar(tmp_path)
-    raw = tmp_path / "MNIST" / "raw"
-    images, labels = raw / "t10k-images-idx3-ubyte", raw / "t10k-labels-idx1-ubyte"
-    assert images.stat().st_size == 16 + 10_000 * 28 * 28
-    assert images.read_bytes()[:16] == bytes.fromhex("00000803 00002710 0000001c 0000001c")
-    assert labels.stat().st_size == 8 + 10_000
-    datasets = pytest.importorskip("torchvision.datasets")
-    assert len(datasets.MNIST(tmp_path)) == 60_000

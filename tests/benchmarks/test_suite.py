@@ -1,3 +1,5 @@
+"""Suites: baselines, what is measured together, and the commands in the documentation."""
+
 import re
 import shlex
 from pathlib import Path
@@ -5,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import PROGRAMS, main, parse
-from benchmarks.runner import QUICK_SECONDS, Settings, choose_suites, differences
-from benchmarks.suite import SUITES, Aim, BenchError, Case, Suite, load_suite
+from benchmarks.runner import Settings, differences
+from benchmarks.suite import SUITES, Aim, Case, Suite, load_suite
 
 
 def nothing(timer):
@@ -17,31 +19,31 @@ def make(*names, **options):
     return Suite(name="s", about="about", cases=[Case(name=name, run=nothing) for name in names], **options)
 
 
-def test_names_are_unique_and_every_name_that_is_referred_to_exists():
-    with pytest.raises(ValueError, match="suite 's': expected 2 different names, got 1"):
+def test_names_are_unique_and_references_exist():
+    with pytest.raises(ValueError, match="2 different names"):
         make("a", "a")
-    with pytest.raises(ValueError, match=r"'a' refers to \{'z'\}. Use one of"):
+    with pytest.raises(ValueError, match="refers to"):
         make("a", aims=[Aim("a", "z", 1.0)])
-    with pytest.raises(ValueError, match=r"'z' refers to \{'z'\}"):
+    with pytest.raises(ValueError, match="refers to"):
         make("a", quick=("z",))
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_every_suite_is_whole(name):
+def test_every_suite_is_consistent(name):
     suite = load_suite(name)
     assert suite.name == name
-    assert suite.lead >= 1, "what a case gave back while it was held is taken again before the clock starts"
+    assert suite.lead >= 1, "memory that a paused case released is allocated again before the measurement"
     assert sorted(case for group in suite.groups() for case in group) == sorted(suite.known)
     for case in suite.cases:
         base = suite.base(case.name)
-        assert suite.base(base) == base, f"{base} is a base, and divided by another case"
+        assert suite.base(base) == base, f"{base} is a baseline, and has another one"
         assert case.kind in ("torch", "ours", "peer")
-    # Each start costs seconds of imports, and --quick has two minutes for all suites together.
+    # Each process takes seconds of imports, and --quick has two minutes for all suites.
     assert 2 <= len(suite.quick) <= 4
     assert {suite.base(case) for case in suite.quick} <= set(suite.quick)
 
 
-def test_what_is_compared_is_measured_together():
+def test_compared_cases_are_measured_together():
     suite = make("a", "b", "c", "d", aims=[Aim("b", "a", 1.0), Aim("d", "", 1.0, "loss")])
     assert suite.groups() == [["a", "b", "c", "d"]], "all are divided by the first case"
     own = [Case(name=name, run=nothing, base=base) for name, base in (("a", "a"), ("b", "b"), ("c", "a"), ("d", "b"))]
@@ -54,39 +56,14 @@ def test_what_is_compared_is_measured_together():
     ({"only": ("o1*",)}, ["base", "O1, bf16"]),
     ({"only": ("O2*",), "quick": True}, ["other base", "O2, bf16"]),
 ])  # fmt: skip
-def test_settings_choose_cases_and_what_these_are_divided_by(options, chosen):
+def test_settings_choose_cases_with_their_baselines(options, chosen):
     bases = {"base": "", "O1, bf16": "", "other base": "other base", "O2, bf16": "other base"}
     cases = [Case(name=name, run=nothing, base=base) for name, base in bases.items()]
     suite = Suite(name="s", about="about", cases=cases, quick=("base", "O1, bf16"))
     assert Settings(device="cpu", **options).chosen(suite) == chosen
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"suite": "fast"}, r"suite='fast': expected one of precision, .*, or 'all'"),
-    ({"device": "tpu"}, "device='tpu': expected 'auto', 'cpu', or 'cuda' where torch sees a GPU"),
-    ({"device": "cuda"}, "device='cuda': expected 'auto', 'cpu', or"),
-    ({"threads": 0}, "threads=0: expected an integer of 1 or more"),
-    ({"rounds": -1}, "rounds=-1: expected an integer of 1 or more"),
-    ({"minutes": float("nan")}, "minutes=nan: expected a number above 0"),
-    ({"seed": 2**32}, r"seed=4294967296: expected an integer from 0 to 2\*\*32 - 1"),
-])  # fmt: skip
-def test_impossible_settings_are_refused(options, message, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(BenchError, match=message):
-        Settings(**{"device": "cpu", **options})
-    assert Settings(device="auto").device == "cpu"
-
-
-def test_a_limit_that_is_asked_for_goes_before_that_of_quick():
-    found = [Settings(quick=quick, minutes=minutes).seconds for quick in (False, True) for minutes in (None, 9)]
-    assert found == [float("inf"), 540, QUICK_SECONDS, 540]
-
-
-def test_all_leaves_out_what_takes_hours():
-    assert "grid" not in [suite.name for suite in choose_suites(Settings(device="cpu"))]
-
-
-def test_what_makes_times_of_two_runs_differ():
+def test_differences_between_two_runs():
     before = {"machine": {"processor": "a", "environment": {}}, "settings": {"threads": None}}
     assert differences(before, {**before, "machine": {"processor": "a"}}) == []
     after = {"machine": {"processor": "b", "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}, "settings": {"threads": 2}}
@@ -96,7 +73,7 @@ def test_what_makes_times_of_two_runs_differ():
 
 
 def commands(text):
-    """The commands of a page: lines of its shell blocks, and code between backticks, which may go over two lines."""
+    """The commands of a page: lines of its shell blocks, and inline code, which may be wrapped."""
     shell = r"^```shell\n(.*?)^```"
     lines = [line for block in re.findall(shell, text, re.S | re.M) for line in block.splitlines()]
     lines += [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", re.sub(shell, "", text, flags=re.S | re.M))]
@@ -108,7 +85,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands(page.read_t
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_a_page_still_names_something(command, capsys):
+def test_every_command_of_a_page_is_valid(command, capsys):
     arguments = shlex.split(command, comments=True)[2:]
     if arguments[:1] and arguments[0] in PROGRAMS:
         with pytest.raises(SystemExit) as ended:
