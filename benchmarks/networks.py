@@ -365,11 +365,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks networks", description=main.__doc__)
     parser.add_argument("names", nargs="*", metavar="NETWORK", help=f"{', '.join(NETWORKS)} (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a page to this file")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rows, missing = [], []
     started = time.monotonic()
-    for name in asked.names or NETWORKS:
+    for name in options.names or NETWORKS:
         if importlib.util.find_spec(NETWORKS[name].package) is None:
             missing.append(name)
             continue
@@ -379,8 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     minutes = (time.monotonic() - started) / 60
     columns = ["Network", "Package", "Loss in float32", *(f"{way}, %" for way in WAYS[1:]), "Remarks"]
     table = markdown_table(columns, rows)
-    if asked.out is not None:
-        asked.out.write_text("\n".join([*_head(missing, minutes), *table, ""]))
+    if options.out is not None:
+        options.out.write_text("\n".join([*_head(missing, minutes), *table, ""]))
     print_lines("", *table)
     return 0
 

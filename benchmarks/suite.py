@@ -3,7 +3,7 @@
 A case is a function that takes a ``CaseTimer`` and its ``config`` as keyword arguments. It builds what it needs, runs
 one step after another until ``timer.step()`` returns ``False``, cleans up, and returns numbers by name, such as its
 loss. It raises ``SkippedError`` or ``MissingExtraError`` if it cannot run here; any other error is reported in its row,
-and the other cases go on.
+and the other cases continue.
 
 The runner also imports the modules of the suites, to read the names of their cases. For this reason the functions, not
 the modules, import optional packages.
