@@ -1,7 +1,7 @@
-"""A new technique and its tests: copy the four parts to their places, and replace the toy.
+"""Template of a new technique and its tests. Copy its four parts to the files named below, and replace the example.
 
-It is complete as it is: ``python -m pytest tests/_template_technique.py`` runs it. The toy is decoupled weight decay: a
-function for any loop of torch, and a callback that calls it. Each test here is one that a technique has to have.
+It is complete: ``python -m pytest tests/_template_technique.py`` runs it. The example is decoupled weight decay, with a
+function for any training loop and a callback that calls it. Every technique needs each of these tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-# lightning_turbo/optim/shrink.py: torch alone, for any loop. It has a docstring and __all__ = ["shrink_weights"].
+# lightning_turbo/optim/shrink.py: only needs torch, for any loop. It has a docstring and __all__ = ["shrink_weights"].
 
 
 def shrink_weights(parameters: Iterable[Tensor], factor: float) -> None:
@@ -31,28 +31,28 @@ def shrink_weights(parameters: Iterable[Tensor], factor: float) -> None:
 
     Args:
         parameters: The weights.
-        factor: Above 0 and at most 1.
+        factor: Factor, above 0 and at most 1.
 
     Raises:
-        ValueError: If ``factor`` is another number.
+        ValueError: If ``factor`` is out of range.
     """
     expect(0 < factor <= 1, "factor", factor, "a number above 0 and at most 1")
     with torch.no_grad():
         torch._foreach_mul_(list(parameters), factor)
 
 
-# lightning_turbo/callbacks/shrink.py: wires it; __all__ = ["Shrink"], which callbacks/__init__.py and PUBLIC name too.
-# Names of Lightning come from ``_lightning``, which knows both copies.
+# lightning_turbo/callbacks/shrink.py: __all__ = ["Shrink"], which is also listed in callbacks/__init__.py and PUBLIC.
+# Import names of Lightning from ``_lightning``, which supports both packages of Lightning.
 
 
 class Shrink(Callback):
     """Multiply the weights by a factor after each optimizer step.
 
     Args:
-        factor: Above 0 and at most 1.
+        factor: Factor, above 0 and at most 1.
 
     Raises:
-        ValueError: If ``factor`` is another number.
+        ValueError: If ``factor`` is out of range.
 
     Warns:
         NoEffectWarning: If ``factor`` is 1.
@@ -60,12 +60,12 @@ class Shrink(Callback):
 
     def __init__(self, factor: float) -> None:
         check_binding("Shrink")
-        # What it could not do is refused where it is made, not in the run.
+        # Invalid arguments raise an error here, not during training.
         expect(0 < factor <= 1, "Shrink(factor)", factor, "a number above 0 and at most 1")
         self.factor = factor
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Say so where nothing changes."""
+        """Warn if nothing changes."""
         if self.factor == 1:
             warnings.warn("Shrink(factor=1) changes no weight. Remove it.", NoEffectWarning, stacklevel=2)
 
@@ -76,10 +76,10 @@ class Shrink(Callback):
         shrink_weights(pl_module.parameters(), self.factor)
 
 
-# tests/optim/test_shrink.py: the function does what a naive loop does.
+# tests/optim/test_shrink.py: the function equals a naive loop.
 
 
-def test_the_function_does_what_a_naive_loop_does():
+def test_the_function_equals_a_naive_loop():
     parameters = [torch.randn(3, 2), torch.randn(5)]
     expected = [parameter * 0.9 for parameter in parameters]
     shrink_weights(parameters, 0.9)
@@ -92,7 +92,7 @@ def test_impossible_factors_are_refused(factor):
         shrink_weights([torch.ones(1)], factor)
 
 
-# tests/callbacks/test_shrink.py: a run with the callback, stopped and resumed too.
+# tests/callbacks/test_shrink.py: a run with the callback, also when it is stopped and resumed.
 
 
 def row(index):
@@ -100,7 +100,7 @@ def row(index):
 
 
 class Net(LightningModule):
-    """Small enough that a fit takes milliseconds; notes its batches."""
+    """A network that trains in milliseconds and records its batches."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ def fit(*callbacks, path=None):
     return net
 
 
-def test_a_trainer_with_the_callback_does_what_a_plain_loop_does():
+def test_a_trainer_with_the_callback_equals_a_plain_loop():
     net = Net()
     optimizer = net.configure_optimizers()
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_a_trainer_with_the_callback_does_what_a_plain_loop_does():
     assert torch.equal(fit(Shrink(0.9)).layer.weight, net.layer.weight)
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = fit(Shrink(0.9), Save(tmp_path / "at.ckpt", 4, "on_train_epoch_end"))
     rest = fit(Shrink(0.9), path=tmp_path / "at.ckpt")
     assert rest.seen == whole.seen[4:]
@@ -148,6 +148,6 @@ def test_impossible_values_are_refused(factor):
         Shrink(factor)
 
 
-def test_what_changes_nothing_says_so():
+def test_a_factor_without_effect_warns():
     with pytest.warns(NoEffectWarning, match=r"changes no weight\. Remove it"):
         fit(Shrink(1))

@@ -1,15 +1,15 @@
-"""Runs a function in a forked copy of this process, where it may end the process."""
+"""Run a function in a forked process, which the function may end."""
 
 import os
 import signal
 import time
 import traceback
 
-FORGOTTEN = 99  # the status of a function that came to its end, or raised
+RETURNED = 99  # exit status if the function returns or raises
 
 
 def status_of_child(function, seconds=100.0):
-    """Return the exit status with which a function ends the forked process; minus the signal that killed it."""
+    """Return the exit status of a forked process that runs a function, or minus the signal that killed it."""
     child = os.fork()
     if child == 0:
         try:
@@ -17,7 +17,7 @@ def status_of_child(function, seconds=100.0):
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(FORGOTTEN)
+            os._exit(RETURNED)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -26,4 +26,4 @@ def status_of_child(function, seconds=100.0):
         time.sleep(0.02)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    raise AssertionError("the child did not end")
+    raise AssertionError("the child process did not end")

@@ -1,15 +1,15 @@
-"""An iterator that the garbage collector takes in the iterator's own thread, at a moment of our choice."""
+"""Have the garbage collector delete an iterator in the iterator's own thread, at a chosen moment."""
 
 import threading
 
 
 def collect_in_its_thread(holder, source, seconds=0.5):
-    """Drop the last reference to an iterator in its thread, which then stays where it is for a while.
+    """Drop the last reference to an iterator in its thread, and block the thread for a while.
 
     Args:
-        holder: A list with that reference; it is emptied.
-        source: The iterator of a DataLoader for whose worker processes the thread waits.
-        seconds: How long the thread stays there.
+        holder: A list with that reference, which is cleared.
+        source: The iterator of the DataLoader whose worker processes the thread waits for.
+        seconds: How long the thread is blocked.
     """
     wait, go_on, collected = source._try_get_data, threading.Event(), threading.Event()
 

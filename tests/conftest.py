@@ -1,4 +1,4 @@
-"""What every test gets: a seed, a folder of its own, and a check that it left nothing behind."""
+"""Fixtures of all tests: seeds, a temporary working directory, and a check for leftovers."""
 
 import gc
 import importlib.util
@@ -21,26 +21,26 @@ from lightning_turbo.doctor import guard
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
-NOTING = ("fabric", "utilities", "data.py")  # where Lightning wraps the methods of loaders
+WRAPPERS = ("fabric", "utilities", "data.py")  # where Lightning wraps the methods of loaders
 
 
 def pytest_addoption(parser):
     if importlib.util.find_spec("pytest_timeout") is None:
-        parser.addini("timeout", "seconds for a test; not in force, because pytest-timeout is not installed")
+        parser.addini("timeout", "seconds per test; without effect, because pytest-timeout is not installed")
     methods = multiprocessing.get_all_start_methods()
-    parser.addoption("--start-method", choices=methods, help="of worker processes, where a test names none")
+    parser.addoption("--start-method", choices=methods, help="default start method of worker processes")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "timeout(seconds): for a test; in force where pytest-timeout is installed")
+    config.addinivalue_line("markers", "timeout(seconds): limit of a test; requires pytest-timeout")
     if config.option.start_method:
         multiprocessing.set_start_method(config.option.start_method, force=True)
-    # A worker process that is forked off a server with these imports starts in milliseconds.
+    # Worker processes that are forked from a server with these imports start in milliseconds.
     multiprocessing.set_forkserver_preload(["torch", "lightning.pytorch"])
 
 
 def pytest_ignore_collect(collection_path, config):
-    """The tests for a GPU need little, so that a machine which has one can run them; the others are not even read."""
+    """With ``-m gpu``, do not import other tests, so that the tests for GPUs run with few packages."""
     others = collection_path.is_dir() and collection_path.parent == Path(__file__).parent
     return True if config.option.markexpr == "gpu" and others and collection_path.name != "gpu" else None
 
@@ -64,13 +64,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What the imports have made lasts, so that the many collections of garbage in tests need not look through it."""
+    """Exclude imported objects from garbage collection, which tests run often."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """A run of the GPU or apex tests that ran nothing is a failure, not a success."""
+    """Fail a run of the GPU or apex tests in which no test ran."""
     asked = session.config.option.markexpr
     ran = session.testscollected and not session.testsfailed and not session.config.option.collectonly
     if asked in ("gpu", "apex") and ran:
@@ -81,7 +81,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
-    """Seeds every generator and works in a temporary folder. Errors of the Doctor's own are raised."""
+    """Seed all generators, use a temporary working directory, and raise internal errors of the Doctor."""
     monkeypatch.setattr(guard, "RAISES", True)
     random.seed(0)
     np.random.seed(0)
@@ -91,13 +91,13 @@ def _fresh(tmp_path, monkeypatch):
 
 @pytest.fixture
 def every_loader_has_a_thread(monkeypatch):
-    """Every prefetching loader gets a thread from its third batch on, fast as it is; users have one for slow loads."""
+    """Start a thread in every prefetching loader at its third batch, even if loading is fast."""
     monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
 def _drop_compiled():
-    """Has torch's compiler forget what a test has compiled; the Doctor looks into no process that holds such code."""
+    """Reset torch's compiler after a test, because the Doctor does not watch processes with compiled code."""
     yield
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is not None and compiler.input_codes.seen:
@@ -106,13 +106,13 @@ def _drop_compiled():
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind():
-    """Fails a test that leaves threads, process groups, or global settings of torch changed."""
+    """Fail a test that leaves threads, process groups, or changed global settings of torch."""
     before = _globals()
     threads = set(threading.enumerate())
     yield
     after = _globals()
     _put_back_loaders()
-    # Lightning, scikit-learn, blosc2 and older torch set these for the whole process on first use and leave them.
+    # Lightning, scikit-learn, blosc2 and older versions of torch set these on first use.
     lasting = (
         "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
         "ME_DSL_JIT_LIBTCC_PATH", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "POSSIBLE_USER_WARNINGS",
@@ -121,7 +121,7 @@ def _leaves_nothing_behind():
     for left in lasting:
         before["environment"].pop(left, None)
         after["environment"].pop(left, None)
-    # Only the variables that differ, by name: an environment is nobody's business in a log.
+    # Report only the names of variables that differ, because values may be private.
     variables = before.pop("environment"), after.pop("environment")
     changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
     differing = {name for name, _ in set(variables[0].items()) ^ set(variables[1].items())}
@@ -140,14 +140,14 @@ def _leaves_nothing_behind():
 
 
 def _put_back_loaders():
-    """Lightning has loaders note what is set on them, for ever where a ``*_dataloader`` method raised."""
+    """Remove Lightning's wrappers of loader methods, which stay if a ``*_dataloader`` method raised an error."""
     kinds = [DataLoader, BatchSampler]
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()
         for name in ("__init__", "__setattr__", "__delattr__"):
             method = vars(kind).get(name)
-            while Path(getattr(getattr(method, "__code__", None), "co_filename", "")).parts[-3:] == NOTING:
+            while Path(getattr(getattr(method, "__code__", None), "co_filename", "")).parts[-3:] == WRAPPERS:
                 method = method.__wrapped__
                 setattr(kind, name, method)
             if f"__old{name}" in vars(kind):
@@ -155,13 +155,13 @@ def _put_back_loaders():
 
 
 def _lasting(thread):
-    """Threads that a library starts once and keeps for the process on purpose."""
+    """Return whether a library keeps this thread until the process ends."""
     started = ("tensorboard", "tqdm_monitor", "pydevd", "ThreadPoolExecutor-pynvml")
-    return thread.name.startswith(started) or "(_read_thread)" in thread.name  # of torch 2.6's compiler
+    return thread.name.startswith(started) or "(_read_thread)" in thread.name  # torch 2.6's compiler
 
 
 def _globals():
-    """The process-wide settings that a test must put back."""
+    """Return the global settings that a test must restore."""
     return {
         "environment": dict(os.environ),
         "default dtype": torch.get_default_dtype(),

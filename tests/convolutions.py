@@ -1,4 +1,4 @@
-"""A small convolution network on noise with a signal, for tests of callbacks and schedules under a Trainer."""
+"""A small convolutional network for tests of callbacks and schedules under a Trainer."""
 
 import torch
 from lightning.pytorch import LightningModule
@@ -9,7 +9,7 @@ from tests.trainers import quiet_trainer
 
 
 class Net(LightningModule):
-    """A small convolution network on noise with a signal; notes the learning rate of every optimizer step."""
+    """A small convolutional network that regresses the mean of noise, and records learning rates and losses."""
 
     def __init__(self, schedule=None, lr=0.1, batch_size=4, n=40):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Real photographs and real volumes, made small at test time, for the tests of the DALI loaders."""
+"""Small photographs and volumes for the tests of the DALI loaders, from scikit-image and nilearn."""
 
 import functools
 from pathlib import Path
@@ -16,7 +16,7 @@ def texture(name):
 
 
 def photo(name, place, height, width):
-    """A tile of a texture photograph, tinted so that its three channels differ."""
+    """Return a tile of a texture photograph, tinted so that its three channels differ."""
     whole = texture(name)
     y, x = (place * 37) % (512 - height), (place * 53) % (512 - width)
     tile = whole[y : y + height, x : x + width].astype(np.float32)
@@ -25,7 +25,7 @@ def photo(name, place, height, width):
 
 
 def make_photos(root, per_class=8, sizes=((96, 80), (72, 110)), suffixes=(".jpg", ".png")):
-    """A folder of JPEG and PNG photographs, one subfolder a class; returns its path."""
+    """Write JPEG and PNG photographs, with one subfolder per class, and return the folder."""
     from PIL import Image
 
     for name in CLASSES:
@@ -41,14 +41,14 @@ def make_photos(root, per_class=8, sizes=((96, 80), (72, 110)), suffixes=(".jpg"
 
 @functools.cache
 def template():
-    """The MNI152 template that nilearn brings along, float32."""
+    """Return the MNI152 template, which is part of nilearn, as float32."""
     from nilearn import datasets
 
     return datasets.load_mni152_template(resolution=1).get_fdata(dtype=np.float32)
 
 
 def make_volumes(root, count=10, shape=(12, 10, 10)):
-    """``.npy`` patches of the brain template; returns pairs of a path and a label."""
+    """Write patches of the brain template as ``.npy`` files, and return pairs of a path and a label."""
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
     whole = template()

@@ -1,4 +1,4 @@
-"""Waits for threads and processes that have to end."""
+"""Wait for threads and processes to end."""
 
 import gc
 import multiprocessing
@@ -7,7 +7,7 @@ import time
 
 
 def wait_until(condition, seconds=20.0):
-    """Wait for something that happens in another thread or process."""
+    """Wait until a condition is true, which another thread or process changes."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, (threading.enumerate(), multiprocessing.active_children())
@@ -15,15 +15,15 @@ def wait_until(condition, seconds=20.0):
 
 
 def prefetch_threads():
-    """Threads of this library that load batches."""
+    """Return the threads of this library that load batches."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("lightning_turbo-prefetch")]
 
 
 def nothing_is_left():
-    """No prefetching thread and no process is left after a moment."""
+    """Wait until no prefetching thread and no child process is left."""
 
     def ended():
-        gc.collect()  # each time: an error that is let go of only now may hold an iterator
+        gc.collect()  # in each iteration, because an error that is freed late may hold an iterator
         return not multiprocessing.active_children() and not prefetch_threads()
 
     wait_until(ended)

@@ -1,7 +1,7 @@
-"""Calls functions of tests in ranks: processes forked from one that has torch and Lightning, or started by torchrun.
+"""Call functions of tests in ranks: in processes forked from a server with torch and Lightning, or under torchrun.
 
-What a rank does is a function of the module that tests it. For torchrun, ``rank_command`` gives the words that have
-this file call it. Warnings in ranks are ignored.
+A rank runs a function of the test module. For torchrun, ``rank_command`` returns the arguments with which this file
+calls that function. Warnings in ranks are ignored.
 """
 
 import faulthandler
@@ -26,28 +26,28 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(Path(__file__).parents[1]),
 }
-# A rank that still runs then writes where each of its threads is, which the failure of ``run_ranks`` shows.
+# After this time, a rank dumps the stacks of its threads, which ``run_ranks`` shows on failure.
 DUMP_AFTER = 120.0  # seconds
-# The server of forks imports these once for all tests of a process; a program would import them for seconds.
+# The fork server imports these once for all tests in a process, because importing them takes seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_turbo", "pytest", __name__])
 
 
 def run_ranks(function, *arguments, ranks=2, timeout=170, **variables):
-    """Call a function to its end in one process, or in several gloo ranks; a failure shows what they said."""
-    with tempfile.NamedTemporaryFile() as said:
-        processes = start_ranks(function, arguments, said.name, ranks, **variables)
+    """Call a function in one process or in several gloo ranks, and wait for its end. A failure shows the output."""
+    with tempfile.NamedTemporaryFile() as output:
+        processes = start_ranks(function, arguments, output.name, ranks, **variables)
         try:
             _wait_for_all(processes, time.monotonic() + timeout)
         finally:
             for process in processes:
                 end(process)
         codes = [process.exitcode for process in processes]
-        assert not any(codes), f"ended with {codes}: {said.read().decode()[-3000:]}"
+        assert not any(codes), f"ended with {codes}: {output.read().decode()[-3000:]}"
 
 
 def start_ranks(function, arguments, output, ranks=2, **variables):
-    """Start ranks that call a function, and return their processes."""
+    """Start ranks that call a function, and return the processes."""
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "a test"}
     job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     own = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
@@ -55,13 +55,13 @@ def start_ranks(function, arguments, output, ranks=2, **variables):
 
 
 def start(function, arguments, output, **variables):
-    """Call a function in a process of its own, whose output is appended to a file; ``end`` ends it.
+    """Call a function in a new process whose output is appended to a file. ``end`` kills it.
 
     Args:
-        function: One of a module, which the process imports when it has its environment.
-        arguments: Its arguments; they are pickled.
-        output: The path of that file.
-        **variables: Of the process's environment, beside this one's.
+        function: A function of a module, which the process imports after its environment is set.
+        arguments: Its arguments, which are pickled.
+        output: Path of the output file.
+        **variables: Environment variables of the process, in addition to those of this process.
     """
     environment = {**os.environ, **ENVIRONMENT, **variables}
     process = FORKS.Process(target=_program, args=(_name(function), arguments, environment, output))
@@ -70,14 +70,14 @@ def start(function, arguments, output, **variables):
 
 
 def rank_command(function, *words):
-    """Return the words with which torchrun starts ranks that call a function with strings."""
+    """Return the arguments with which torchrun starts ranks that call a function with strings."""
     return [__file__, _name(function), *map(str, words)]
 
 
 def end(process):
-    """Kill a program that is not at its end, and what it has started."""
+    """Kill a process that is still running, and its children."""
     if process.is_alive():
-        with suppress(ProcessLookupError):  # a process that only starts has no group yet
+        with suppress(ProcessLookupError):  # a process that is starting has no group yet
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     process.join()
@@ -91,7 +91,7 @@ def _program(name, arguments, environment, output):
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    # The default, for what the function starts; a fork has its server's.
+    # The default start method for the function; a fork has that of its server.
     multiprocessing.set_start_method(None, force=True)
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
@@ -102,7 +102,7 @@ def _program(name, arguments, environment, output):
 
 
 def _wait_for_all(processes, deadline):
-    """Return when all have ended, one has failed, or time is over."""
+    """Wait until all processes have ended, one has failed, or the deadline has passed."""
     going = {process.sentinel: process for process in processes}
     while going and time.monotonic() < deadline:
         for sentinel in wait(list(going), timeout=1):
@@ -111,7 +111,7 @@ def _wait_for_all(processes, deadline):
 
 
 def free_port():
-    """Return a port that nobody listens on, as a string."""
+    """Return a free port as a string."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])
@@ -123,9 +123,9 @@ def _call(name, arguments):
     module, function = name.split(":")
     getattr(importlib.import_module(module), function)(*arguments)
     if torch.distributed.is_initialized():
-        # A thread of gloo may hold the last tensor still. If it lets go of it when Python has ended, the process
-        # aborts. With torch 2.6, destroying the group waits for that thread and holds the GIL that it needs; a barrier
-        # does not.
+        # A thread of gloo may still hold the last tensor. If it frees it after Python has ended, the process aborts.
+        # With torch 2.6, destroying the group deadlocks: it waits for that thread while it holds the GIL. A barrier
+        # first avoids both.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

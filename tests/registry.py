@@ -1,4 +1,4 @@
-"""One row per technique; generic suites loop over it, so that a new technique cannot dodge them."""
+"""One row per technique. Generic tests iterate over all rows, so they also cover new techniques."""
 
 from collections import ChainMap
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from tests.versions import KNOWS_WEIGHTS_ONLY
 
 @dataclass(frozen=True)
 class Technique:
-    """How a technique enters a run, and whether it leaves every bit of the result as it is.
+    """How to use a technique in a run, and whether the results stay bitwise equal.
 
-    Of several schedulers, optimizers or strategies the first one counts.
+    If several techniques have a scheduler, an optimizer or a strategy, the first one is used.
     """
 
     name: str
     same_bits: bool
     plugins: Any = tuple
     callbacks: Any = tuple
-    strategy: Any = None  # made for a number of devices
-    datamodule: dict | None = None  # settings of a prefetching one
+    strategy: Any = None  # called with the number of devices
+    datamodule: dict | None = None  # arguments of PrefetchDataModule
     scheduler: Any = None
     optimizer: Any = None
 
@@ -55,24 +55,24 @@ BY_NAME = {technique.name: technique for technique in TECHNIQUES}
 
 
 def _merged(module):
-    """The optimizer of the plain run, with a group for each parameter that become one."""
+    """Return the optimizer of the plain run, with one group per parameter merged into one."""
     return torch.optim.SGD(lt.merge_param_groups([{"params": [p]} for p in module.parameters()]), lr=0.05, momentum=0.9)
 
 
 def _augmentation():
-    """Little enough that the network still learns."""
+    """Return an augmentation weak enough that the network still learns."""
     steps = [lt.augment.RandomAffine(5, (0.95, 1.05)), lt.augment.RandomGaussianNoise((0, 0.05), p=0.5)]
     return lt.augment.BatchAugmentation(steps, seed=0)
 
 
 def _lean(devices):
-    """A turbo strategy with its lean parts, where Lightning is one that they follow."""
+    """Return a turbo strategy with its lean parts, if they support this version of Lightning."""
     make = lt.TurboStrategy if devices == 1 else lt.TurboDDPStrategy
     return make(lean=KNOWS_WEIGHTS_ONLY)
 
 
 def make_model(pl, scheduler=None, optimizer=None):
-    """A small network with a bias before its batch norm, for a Lightning of either name."""
+    """Return a small network with a bias before its batch norm, for either package of Lightning."""
 
     class Net(pl.LightningModule):
         def __init__(self):
@@ -95,7 +95,7 @@ def make_model(pl, scheduler=None, optimizer=None):
 
 
 def make_data(prefetch, indexed=False):
-    """Five batches of eight, so that windows of two leave one over; as loader or as prefetching datamodule."""
+    """Return a loader or a prefetching datamodule of five batches, so that windows of two leave one over."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(40, 1, 6, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator)
     data = lt.augment.IndexedDataset(TensorDataset(x, y)) if indexed else TensorDataset(x, y)
@@ -110,7 +110,7 @@ def make_data(prefetch, indexed=False):
 
 
 def run(pl, level, techniques, *, epochs=2, dtype=torch.bfloat16, **kwargs):
-    """Trains with a level and techniques together; returns the trainer and the model."""
+    """Train with a level and several techniques, and return the trainer and the model."""
     scheduler = next((t.scheduler for t in techniques if t.scheduler), None)
     optimizer = next((t.optimizer for t in techniques if t.optimizer), None)
     devices = kwargs.pop("devices", 1)

@@ -1,4 +1,4 @@
-"""Arguments that are refused are answered with what is meant."""
+"""Errors about unknown arguments suggest the intended one."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from lightning_turbo import Prefetch
         ("persistent_worker", "persistent_workers"), ("resume", "exact_resume"),
     ],
 )  # fmt: skip
-def test_a_keyword_that_does_not_exist_is_answered_with_the_one_that_is_meant(given, meant):
+def test_an_unknown_keyword_gets_a_suggestion(given, meant):
     with pytest.raises(TypeError, match=f"Prefetch has no argument {given}; did you mean {meant}?"):
         Prefetch(**{given: 1})
     with pytest.raises(TypeError, match=r"Prefetch has no argument xyz\. It takes prefetch_batches, threads"):

@@ -1,4 +1,4 @@
-"""The command line: what is accepted, what is refused, what is said."""
+"""The command line: accepted and refused arguments, and its messages."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from lightning_turbo.errors import TurboError
 
 
 def refused(capsys, *argv):
-    """Runs the command, expects exit status 2, and returns what was said."""
+    """Run the command, check that its exit status is 2, and return its error output."""
     try:
         status = cli.main(argv)
     except SystemExit as end:  # argparse
@@ -57,7 +57,7 @@ def test_help_shows_two_examples_that_parse(capsys, command, monkeypatch):
     assert len(run) == 2
 
 
-def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one(capsys):
+def test_a_misspelled_name_of_the_package_gets_a_suggestion(capsys):
     with pytest.raises(AttributeError) as error:
         lightning_turbo.ApexAmp
     sys.__excepthook__(error.type, error.value, error.tb)
@@ -73,7 +73,7 @@ def test_a_misspelt_name_of_the_package_is_answered_with_the_right_one(capsys):
     (("convert", "a", "b", "--perfix", "x"), "did you mean --prefix?"),
     (("doctor", "--timed", "none", "train.py"), "invalid int value: 'none'"),
 ])  # fmt: skip
-def test_bad_input_is_refused_in_words(capsys, argv, message):
+def test_invalid_input_is_refused_with_a_message(capsys, argv, message):
     assert message in refused(capsys, *argv)
 
 
@@ -114,9 +114,9 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert "1 of 3 samples cannot be packed" in refused(capsys, *argv)
     seconds = iter((0.0, 1.0, 2.0, 3.0))
     assert cli.main([*argv, "--size", "2x2x4", "--skip-broken"]) == 0
-    said = capsys.readouterr()
-    assert "1/3 files, 2 s left" in said.err
-    assert said.out.splitlines()[1].endswith("out.broken.txt: 1 files were skipped")
+    shown = capsys.readouterr()
+    assert "1/3 files, 2 s left" in shown.err
+    assert shown.out.splitlines()[1].endswith("out.broken.txt: 1 files were skipped")
     assert np.load("out/labels.npy").shape == (2, 2, 2, 4)
     assert "mode='L' does not apply" in refused(capsys, *argv, "--overwrite", "--mode", "L")
     assert "classes=('a', 'b') does not apply" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
@@ -124,7 +124,7 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert "num_workers: expected" in refused(capsys, *argv, "--overwrite", "--compress", "2x2x2", "--workers", "-1")
 
 
-@pytest.mark.parametrize(("argv", "own", "told"), [
+@pytest.mark.parametrize(("argv", "own", "warned"), [
     (["tune", "train.py", "--minutes=3", "--epochs", "2", "--out=x"], ["--minutes=3", "--epochs", "2", "--out=x"],
      ["--minutes", "--out"]),
     (["tune", "--minutes", "3", "train.py", "fit", "--epochs", "2"], ["fit", "--epochs", "2"], []),
@@ -133,9 +133,7 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     (["doctor", "train.py", "-m", "x", "--warmup=1"], ["-m", "x", "--warmup=1"], ["-m", "--warmup"]),
     (["doctor", "train.py", "--", "--out", "x"], ["--out", "x"], []),
 ])  # fmt: skip
-def test_what_stands_behind_a_script_goes_to_it_and_our_own_options_there_are_told(
-    argv, own, told, capsys, monkeypatch
-):
+def test_arguments_after_a_script_are_its_own_and_our_options_there_warn(argv, own, warned, capsys, monkeypatch):
     Path("train.py").touch()
     given = []
 
@@ -152,14 +150,14 @@ def test_what_stands_behind_a_script_goes_to_it_and_our_own_options_there_are_to
     assert cli.main(argv) == 0
     assert given == own
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == bool(told), "one line, or none"
+    assert len(lines) == bool(warned), "one line, or none"
     script = argv[2] if argv[1] == "-m" else next(word for word in argv if word.startswith("train"))
     for line in lines:
-        assert line.startswith(f"lightning-turbo {argv[0]}: {', '.join(told)} went to {script}, because")
-        assert line.endswith(f"lightning-turbo {argv[0]} {' '.join(told)} ... {script}")
+        assert line.startswith(f"lightning-turbo {argv[0]}: {', '.join(warned)} went to {script}, because")
+        assert line.endswith(f"lightning-turbo {argv[0]} {' '.join(warned)} ... {script}")
 
 
-def test_errors_of_ours_are_told_without_a_traceback_and_bugs_with_one(capsys, monkeypatch):
+def test_errors_of_this_package_have_no_traceback_and_bugs_have_one(capsys, monkeypatch):
     def fail(error):
         def convert_checkpoint(*arguments, **settings):
             raise error

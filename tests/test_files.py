@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 import errno
 import multiprocessing
@@ -12,7 +12,7 @@ from lightning_turbo import _files
 from lightning_turbo._files import whole_file
 
 
-def test_two_writers_do_not_take_each_others_file(tmp_path):
+def test_two_writers_of_the_same_file_do_not_interfere(tmp_path):
     path = tmp_path / "results.json"
     with whole_file(path) as first:
         first.write_text("first")
@@ -23,7 +23,7 @@ def test_two_writers_do_not_take_each_others_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_a_link_and_what_is_no_file_stays_what_it_is(tmp_path):
+def test_links_and_pipes_stay_what_they_are(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "elsewhere" / "target.json")
@@ -49,7 +49,7 @@ def write_until_killed(path, begun):
 
 
 def start_writer(path):
-    """Start a process that is in the middle of a write."""
+    """Start a process, and return once it is in the middle of writing."""
     context = multiprocessing.get_context("fork")
     begun = context.Event()
     writer = context.Process(target=write_until_killed, args=(path, begun))
@@ -58,13 +58,13 @@ def start_writer(path):
     return writer
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks of files that end with a process")
-def test_leftovers_of_killed_writers_are_removed_and_unfinished_files_of_living_ones_stay(tmp_path):
+@pytest.mark.skipif(sys.platform == "win32", reason="no file locks that end with the process")
+def test_partial_files_of_killed_writers_are_removed_and_those_of_running_ones_stay(tmp_path):
     killed, living = (start_writer(tmp_path / f"{name}.ckpt") for name in ("killed", "living"))
     killed.kill()
     killed.join()
     users = [tmp_path / name for name in (".notes.partial", ".killed.ckpt.elsewhere-" + "0" * 32 + ".partial")]
-    for path in users:  # of the user, and of another machine
+    for path in users:  # files of the user and of another machine
         path.write_text("")
     (held,) = tmp_path.glob(".living.ckpt.*.partial")
     with whole_file(tmp_path / "other.ckpt") as part:
@@ -74,7 +74,7 @@ def test_leftovers_of_killed_writers_are_removed_and_unfinished_files_of_living_
     living.join()
 
 
-def test_a_file_that_was_taken_for_left_over_before_it_was_locked_is_begun_anew(tmp_path, monkeypatch):
+def test_a_partial_file_that_is_removed_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
     lock = _files.fcntl.flock
     removed = []
 
@@ -90,7 +90,7 @@ def test_a_file_that_was_taken_for_left_over_before_it_was_locked_is_begun_anew(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_file_system_without_locks_writes_as_well_and_removes_nothing(tmp_path, monkeypatch):
+def test_without_file_locks_files_are_written_and_nothing_is_removed(tmp_path, monkeypatch):
     writer = start_writer(tmp_path / "a")
     writer.kill()
     writer.join()
@@ -105,7 +105,7 @@ def test_a_file_system_without_locks_writes_as_well_and_removes_nothing(tmp_path
     assert len(list(tmp_path.glob(".a.*.partial"))) == 1
 
 
-def test_a_link_is_replaced_where_that_is_asked_for(tmp_path):
+def test_a_link_is_replaced_with_follow_link_false(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)

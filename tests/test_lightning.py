@@ -1,4 +1,4 @@
-"""Both import names of Lightning are served, whichever is imported first; a mismatch is told in words."""
+"""Both packages of Lightning are supported in any order of imports, and a mismatch raises an explanatory error."""
 
 import functools
 import json
@@ -43,7 +43,7 @@ def run(code, *words, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-# Scripts of the short form, each in a fork of one interpreter that has imported torch, which takes longest.
+# Each script of the short form runs in a fork of an interpreter that has imported torch, which takes most of the time.
 IN_FORKS = """
 import json, os, sys, tempfile
 import torch, torchmetrics
@@ -68,7 +68,7 @@ exec(code, {"__name__": "__main__"})
 
 @functools.cache
 def short_form():
-    """The status of each script of the short form, and what it said."""
+    """Return the exit status and the output of each script of the short form."""
     scripts = {"comes second": served("pytorch_lightning"), "fails": probing("an import that fails"), "mixed": MIXED}
     status, out, err = run(IN_FORKS, json.dumps([*scripts.values()]))
     assert status == 0, err
@@ -76,14 +76,14 @@ def short_form():
 
 
 def served(name):
-    """A script under one name; the second one to be imported finds the strategies registered by the first."""
+    """Return a script that trains with one package of Lightning."""
     first = "import lightning_turbo\n" if name == "pytorch_lightning" else ""
     imports = f"import {name} as pl\nfrom {name}.demos.boring_classes import BoringModel\nimport lightning_turbo"
     return first + imports + FIT
 
 
 @pytest.mark.parametrize("name", [pytest.param("lightning.pytorch", marks=pytest.mark.slow), "pytorch_lightning"])
-def test_either_name_is_served_whichever_comes_first(name):
+def test_both_packages_are_supported_in_any_order(name):
     status, out, err = short_form()["comes second"] if name == "pytorch_lightning" else run(served(name))
     assert status == 0, err
     assert f"trained under {name} TurboStrategy" in out
@@ -99,7 +99,7 @@ def check_mismatch(refused, unknown, bound):
 
 
 def test_a_mismatch_is_explained(monkeypatch):
-    """As of a program that has imported neither name and then, once ours is bound, the other one."""
+    """A program imports this package first, which binds one Lightning, and then imports the other one."""
     for name, value in (("_bound", None), ("_reason", ""), ("_guessed", False)):
         monkeypatch.setattr(_lightning, name, value)
     with monkeypatch.context() as patch:
@@ -155,7 +155,7 @@ def probing(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param("a look for it", marks=pytest.mark.slow), "an import that fails"])
-def test_the_names_are_known_after_whichever_import_succeeds(name):
+def test_strategies_are_registered_after_any_successful_import(name):
     status, out, err = run(probing(name)) if name == "a look for it" else short_form()["fails"]
     assert (status, out) == (0, "lightning_turbo.strategies.turbo\n"), err
 
@@ -173,7 +173,7 @@ for settings in ({"plugins": [ApexAMP("O1")]}, {"plugins": AtomicCheckpointIO()}
 """
 
 
-def test_a_script_that_takes_a_part_from_either_copy_is_told_of_both():
+def test_a_script_that_mixes_both_packages_gets_an_error_that_names_both():
     status, out, err = short_form()["mixed"]
     assert status == 0, err
     assert len(out.splitlines()) == 4
@@ -182,7 +182,7 @@ def test_a_script_that_takes_a_part_from_either_copy_is_told_of_both():
         assert "LIGHTNING_TURBO_LIGHTNING=pytorch_lightning" in line
 
 
-def test_the_copy_whose_trainer_asks_for_a_strategy_is_the_one_that_is_bound(monkeypatch):
+def test_the_package_whose_trainer_requests_a_strategy_is_bound(monkeypatch):
     for name, value in (("_bound", None), ("_reason", "")):
         monkeypatch.setattr(_lightning, name, value)
     monkeypatch.delenv(_lightning.VARIABLE, raising=False)

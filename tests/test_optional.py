@@ -1,4 +1,4 @@
-"""A package that is missing is named with the extra of lightning-turbo that installs it."""
+"""The error about a missing package names the extra of lightning-turbo that installs it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Walks over the tensors of a batch: what is shared, or leads back to itself."""
+"""Traversals of the tensors in a batch with shared or cyclic references."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from lightning_turbo._pytree import map_tensors, tensors_in
 
 
 class Node:
-    """A tree as a batch: children know their parents."""
+    """A tree whose children refer to their parents."""
 
     def __init__(self, x, parent=None):
         self.x, self.parent, self.children = x, parent, []
@@ -31,7 +31,7 @@ def double(tensor):
     return tensor.double()
 
 
-def test_a_tree_whose_children_know_their_parents():
+def test_a_tree_with_references_to_parents():
     root = Node(torch.ones(1))
     child = Node(torch.full((1,), 2.0), root)
     Node(torch.full((1,), 3.0), child)
@@ -42,12 +42,12 @@ def test_a_tree_whose_children_know_their_parents():
     assert lowest.parent is below
     assert [node.x.item() for node in (twin, below, lowest)] == [1.0, 2.0, 3.0]
     assert {node.x.dtype for node in (twin, below, lowest)} == {torch.float64}
-    assert root.x.dtype is torch.float32  # what was given stays
+    assert root.x.dtype is torch.float32  # the argument is not changed
     assert child.parent is root
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_a_ring_of_dataclasses_stays_a_ring(length):
+def test_a_cycle_of_dataclasses_stays_a_cycle(length):
     rings = [Ring(torch.full((1,), float(i))) for i in range(length)]
     for ring, after in zip(rings, [*rings[1:], rings[0]], strict=True):
         ring.after = after
@@ -64,7 +64,7 @@ def test_a_ring_of_dataclasses_stays_a_ring(length):
     assert len(tensors_in(rings[0])) == length
 
 
-def test_what_is_shared_stays_shared_and_what_does_not_change_is_itself():
+def test_shared_objects_stay_shared_and_unchanged_ones_are_not_copied():
     @dataclasses.dataclass
     class Holds:
         x: torch.Tensor

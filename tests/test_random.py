@@ -1,4 +1,4 @@
-"""Generators: which are used, where a dataset holds them, and that nothing else is asked while they are looked for."""
+"""Generators: which ones are used, and finding those that a dataset holds without side effects."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from lightning_turbo._random import GeneratorWatch, generators_in, parts_in
 from lightning_turbo.data import PrefetchLoader, seed_samples
 from tests.data.samples import holds_in_a_fork
 
-traced = pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
+traced = pytest.mark.skipif(sys.gettrace() is not None, reason="another trace function is set")
 
 
 def watched(function, **settings):
@@ -30,7 +30,7 @@ def watched(function, **settings):
 
 
 def module_of(source):
-    """A module of the user's, beside the one of the dataset."""
+    """Return a module of the user, other than that of the dataset."""
     module = types.ModuleType("users_helpers")
     exec(source, vars(module))
     return module
@@ -70,7 +70,7 @@ def by_context(index):
 
 
 def only_some(index):
-    """Most samples run the same lines without a seed."""
+    """Only one sample sets a seed in the same lines."""
     with HELPER.python_seed(index) if index == 30 else contextlib.nullcontext():
         return abs(index)
 
@@ -80,19 +80,19 @@ KINDS = {"module": HELPER.numpy_inside, "context": by_context, "object": HELPER.
 
 @traced
 @pytest.mark.parametrize("load", KINDS.values(), ids=KINDS)
-def test_a_seed_that_is_put_back_is_seen_wherever_its_lines_are(load):
+def test_a_seed_that_is_restored_is_detected_wherever_it_is_set(load):
     assert watched(lambda: list(map(load, range(32)))).found.startswith("draws from the global RNG of ")
-    assert watched(lambda: list(map(load, range(32))), lines=0).found == ""  # the states at the end tell nothing
+    assert watched(lambda: list(map(load, range(32))), lines=0).found == ""  # the final states are equal
 
 
 @traced
-def test_seeds_of_samples_are_seen_over_a_dataset_without_a_line_of_the_users():
+def test_seeds_of_samples_are_detected_without_python_code_of_the_user():
     loader = seed_samples(DataLoader([torch.zeros(2)] * 4, 2), 1)
     assert "torch and random and numpy.random" in watched(lambda: list(loader)).found
 
 
-def test_a_second_normal_number_of_numpys_is_a_draw():
-    """It is left over from the one before, and of the state nothing else changes."""
+def test_the_second_normal_number_of_numpy_is_a_draw():
+    """It is cached with the first one, and nothing else in the state changes."""
     np.random.normal()
     assert watched(np.random.normal).found.startswith("draws from the global RNG of numpy.random")
 
@@ -115,7 +115,7 @@ def test_a_line_is_compared_twice_and_the_lines_are_counted(monkeypatch):
 
 
 @traced
-def test_somebody_who_traces_goes_on_to():
+def test_another_trace_function_is_restored():
     sys.settrace(mine := lambda *event: None)
     try:
         with GeneratorWatch() as watch:
@@ -126,14 +126,14 @@ def test_somebody_who_traces_goes_on_to():
     assert watch.found.startswith("draws from the global RNG of random")
 
 
-# ---- Where generators are looked for.
+# ---- Where generators are searched.
 
 
 class Model: ...
 
 
 class Lazy:
-    """What a proxy does that is made at its first use."""
+    """Acts as a proxy that is created on its first use."""
 
     opened = 0
 
@@ -195,7 +195,7 @@ LAZY = {"proxy": gone, "unbound": Unbound, "list": Unread, "dict": Mapping, "laz
 @pytest.mark.parametrize("settings", [{}, {"sample_seeds": 1}, {"threads": 2}], ids=str)
 @pytest.mark.parametrize("where", ["dataset", "sampler"])
 @pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
-def test_what_a_dataset_or_a_sampler_holds_is_not_used_while_generators_are_looked_for(make, where, settings):
+def test_searching_generators_does_not_use_attributes_of_a_dataset_or_sampler(make, where, settings):
     data, order = Data(), Order()
     (data if where == "dataset" else order).part = [make()]
     (data if where == "dataset" else order).other = make()
@@ -214,10 +214,10 @@ class Slotted:
         self.first, self.second = random.Random(2), {"deep": random.Random(3)}
 
 
-def test_generators_are_found_in_one_order_however_the_interpreter_keeps_attributes():
-    """States of a checkpoint are told apart by it."""
+def test_the_order_of_generators_does_not_depend_on_how_attributes_are_stored():
+    """Checkpoints identify states by this order."""
     plain, asked = Slotted(), Slotted()
-    asked.__dict__["first"]  # makes a dict of what lay in the object until now
+    asked.__dict__["first"]  # creates the dict of attributes that the object stored inline
     for holder in (plain, asked):
         assert generators_in(holder) == [holder.first, holder.slot, holder.second["deep"]]
 
@@ -230,10 +230,10 @@ def test_long_containers_are_left_out():
     assert len(parts_in([random.Random() for _ in range(3)])) == 3
 
 
-# ---- States are read without a collection of garbage.
+# ---- States are read without garbage collection.
 
 
-def test_a_collector_that_the_program_switched_off_stays_off():
+def test_a_disabled_garbage_collector_stays_disabled():
     gc.disable()
     try:
         list(PrefetchLoader(range(8), 2))
@@ -242,8 +242,8 @@ def test_a_collector_that_the_program_switched_off_stays_off():
         gc.enable()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
-def test_a_process_forked_while_a_thread_reads_states_has_a_collector_and_no_lock_held():
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_process_forked_while_a_thread_reads_states_has_garbage_collection_and_a_free_lock():
     inside, release = threading.Event(), threading.Event()
 
     def read():

@@ -1,4 +1,4 @@
-"""check_resume finds what loaders do wrong at a stop, and says it; loaders of this package do nothing wrong."""
+"""check_resume reports errors of loaders that are stopped and resumed; loaders of this package have none."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DATA = TensorDataset(torch.arange(24), torch.randn(24, 3, generator=torch.Genera
 
 
 class Stream(IterableDataset):
-    """Knows its place."""
+    """A stream that saves its position."""
 
     def __init__(self):
         self.at = 0
@@ -45,11 +45,11 @@ def test_loaders_that_resume_exactly_pass(make_loader):
     check_resume(make_loader, workers=(0,))
 
 
-def test_worker_processes_too():
+def test_loaders_with_worker_processes_pass():
     check_resume(make(shuffle=True), stops=1, workers=(2,))
 
 
-def test_ranks_that_change_at_each_stop():
+def test_a_number_of_ranks_that_changes_at_each_stop():
     def loader(workers, rank, ranks):
         return PrefetchLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, ranks, rank))
 
@@ -57,7 +57,7 @@ def test_ranks_that_change_at_each_stop():
 
 
 class Forgets(DataLoader):
-    """Begins its epoch again."""
+    """Restarts its epoch."""
 
     def state_dict(self):
         return {}
@@ -67,7 +67,7 @@ class Forgets(DataLoader):
 
 
 class Skips(StatefulDataLoader):
-    """Passes over the batch that comes next."""
+    """Skips the next batch after it is resumed."""
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -86,13 +86,13 @@ class Skips(StatefulDataLoader):
     (make(Skips), r"of 24 samples were seen never \("),
     (make(Skips, shuffle=True), r"epoch 1, .* of 24 samples were seen never \("),
 ])  # fmt: skip
-def test_what_goes_wrong_is_said(make_loader, message):
+def test_the_error_describes_the_samples(make_loader, message):
     with pytest.raises(AssertionError, match=r"The loader does not resume exactly\.\n(.|\n)*" + message):
         check_resume(make_loader, workers=(0,))
 
 
 class Reverses(PrefetchLoader):
-    """Gives its epoch backwards if it was resumed."""
+    """Reverses the epoch after it is resumed."""
 
     def load_state_dict(self, state):
         self.resumed = True
@@ -102,7 +102,7 @@ class Reverses(PrefetchLoader):
         return iter(batches[::-1] if getattr(self, "resumed", False) else batches)
 
 
-def test_another_order_is_said_and_the_global_random_states_stay():
+def test_another_order_is_reported_and_global_random_states_are_unchanged():
     state = torch.get_rng_state()
     with pytest.raises(AssertionError, match="each sample was seen once, but in another order from sample 0 on"):
         check_resume(make(Reverses), workers=(0,), stops=0)

@@ -1,4 +1,4 @@
-"""The Trainer of most tests: on a CPU, and it writes and shows nothing."""
+"""The Trainer of most tests: on the CPU, without logging, checkpoints or output."""
 
 from lightning_turbo._lightning import Trainer
 
@@ -9,5 +9,5 @@ FLAGS = {
 
 
 def quiet_trainer(**settings):
-    """Return a Trainer with these settings beside FLAGS."""
+    """Return a Trainer with ``FLAGS``, which ``settings`` override."""
     return Trainer(**{**FLAGS, **settings})

@@ -1,6 +1,6 @@
-"""What ``pip install .`` gives: each command runs, or names an extra that holds only what is needed.
+"""After ``pip install .``, each command runs or names the extra that it needs.
 
-The wheel is built and unpacked into a fresh environment, which sees of this one only what the wheel requires.
+The wheel is built and unpacked into a new environment, in which only the requirements of the wheel are importable.
 ``tests/release/package.py`` does the same with pip.
 """
 
@@ -35,7 +35,7 @@ trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(256, 32), bat
 
 
 def build_wheel(folder):
-    """Build the wheel from a copy of what git knows, so that no folder of an earlier build slips in."""
+    """Build the wheel from a copy of the tracked files, without leftovers of an earlier build."""
     listed = subprocess.run(
         ["git", "ls-files", "lightning_turbo", "pyproject.toml", "README.md", "LICENSE"],
         cwd=ROOT, check=True, text=True, capture_output=True,
@@ -49,7 +49,7 @@ def build_wheel(folder):
 
 
 def needed(requirements):
-    """The distributions that requirements without extras ask for, and those that they ask for in turn."""
+    """Return the distributions that the requirements need, including transitive ones."""
     found, todo = {}, list(requirements)
     while todo:
         wanted = Requirement(todo.pop())
@@ -67,7 +67,7 @@ def needed(requirements):
 
 
 def link(distribution, site):
-    """Show a distribution to an environment, without the others that share a namespace with it."""
+    """Link a distribution into an environment, without others that share its namespace."""
     for file in distribution.files:
         parts = file.parts
         if parts[0] == ".." or "__pycache__" in parts:
@@ -82,7 +82,7 @@ def link(distribution, site):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """Returns a function that runs a command of the wheel where nothing else is installed."""
+    """Return a function that runs a command of the wheel in an environment with only its requirements."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=60)
     python = folder / "venv" / "bin" / "python"
@@ -109,8 +109,8 @@ def bare(tmp_path_factory):
     return run
 
 
-def test_every_module_is_importable_and_a_command_names_the_extra_that_it_lacks(bare):
-    """In one process, because each one imports torch and Lightning; ``pack`` lacks what reads pictures and scans."""
+def test_every_module_is_importable_and_a_command_names_its_missing_extra(bare):
+    """In one process, because importing torch and Lightning is slow. ``pack`` has no readers of images and scans."""
     for name in ("photos/a/1.png", "scans/a/1.nii"):
         (bare.folder / name).parent.mkdir(parents=True)
         (bare.folder / name).touch()
@@ -124,11 +124,11 @@ modules = [importlib.import_module(name) for name in names if name != "lightning
 
 def pack(folder):
     sys.argv = ["lightning-turbo", "pack", folder, "packed"]
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             runpy.run_module("lightning_turbo", run_name="__main__")
         except SystemExit as end:
-            return end.code, said.getvalue()
+            return end.code, errors.getvalue()
 
 print(json.dumps({
     "where": lightning_turbo.__file__, "optional": [name for name in EXTRAS if installed(name)],
@@ -139,15 +139,15 @@ print(json.dumps({
     assert "site-packages" in found["where"]
     assert found["optional"] == []
     assert found["modules"] > 100
-    for status, said in found["packs"]:
+    for status, errors in found["packs"]:
         assert status == 2
-        assert said.count("\n") == 1, said
-        assert "Install it with: pip install '.[pack]' in the clone" in said
+        assert errors.count("\n") == 1, errors
+        assert "Install it with: pip install '.[pack]' in the clone" in errors
     assert not (bare.folder / "packed").exists()
 
 
-def test_what_is_imported_inside_functions_is_required_or_optional_by_name():
-    """A module may wait for its call with an import; the slow tests below make some of these calls only."""
+def test_imports_inside_functions_are_required_or_optional_packages():
+    """Functions may import packages when they are called; the slow tests below call only some of them."""
     core = {"torch", "lightning", "prefetch_generator", "numpy", "yaml", "lightning_utilities"}
     other_name = {"pytorch_lightning", "lightning_fabric"}
     known = core | other_name | {name.partition(".")[0] for name in EXTRAS} | set(sys.stdlib_module_names)
@@ -155,7 +155,7 @@ def test_what_is_imported_inside_functions_is_required_or_optional_by_name():
     assert found - known == {"lightning_turbo"}
 
 
-@pytest.mark.slow  # the short form: what the functions import, above
+@pytest.mark.slow  # short form: the imports inside functions, above
 def test_doctor_convert_and_tune_run(bare):
     assert "torch" in bare("doctor").stdout
     (bare.folder / "train.py").write_text(SCRIPT)
@@ -169,8 +169,8 @@ def test_doctor_convert_and_tune_run(bare):
     assert "1 samples" in bare("pack", "arrays", "packed").stdout
 
 
-@pytest.mark.slow  # the short form is in tests/tune/test_report.py
-def test_tune_runs_and_says_in_one_line_how_to_get_a_picture(bare):
+@pytest.mark.slow  # short form: in tests/tune/test_report.py
+def test_tune_runs_and_prints_one_line_on_how_to_get_a_chart(bare):
     (bare.folder / "train.py").write_text(SCRIPT)
     done = bare("tune", "--minutes", "0.1", "--only", "release-gradients", "train.py")
     written = {path.name for path in (bare.folder / "runs" / "tune").iterdir()}
@@ -186,7 +186,7 @@ def test_tune_runs_and_says_in_one_line_how_to_get_a_picture(bare):
     assert "Traceback" not in done.stderr
 
 
-def test_each_extra_that_is_named_holds_only_what_its_packages_are(bare):
+def test_each_extra_has_only_the_packages_that_messages_name(bare):
     own = importlib.metadata.distributions(path=[str(next((bare.folder.parent / "venv").glob("lib/*/site-packages")))])
     (requires,) = (each.requires for each in own if each.metadata["Name"] == "lightning-turbo")
     for extra in {extra for _, extra in EXTRAS.values()}:

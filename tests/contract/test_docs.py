@@ -1,4 +1,4 @@
-"""The documents are true: blocks run, links lead somewhere, extras, commands and names exist, tables are current."""
+"""The documentation is correct: code runs, links, extras, commands and names exist, generated tables are current."""
 
 import argparse
 import importlib.util
@@ -61,7 +61,7 @@ def overview():
 
 
 def anchors(page):
-    """The anchors that a page's headings make."""
+    """Return the anchors of the headings of a page."""
     for heading in re.findall(r"^#+ +(.+?) *#*$", prose(page), re.M):
         words = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)).strip().lower()
         yield words.replace(" ", "-")
@@ -69,19 +69,19 @@ def anchors(page):
 
 @pytest.mark.parametrize(("page", "line", "options", "code"), list(blocks()))
 def test_python_block(page, line, options, code, capsys):
-    assert set(options) <= {"no-run"}, f"unknown option {options}: the only one is no-run"
+    assert set(options) <= {"no-run"}, f"expected no option or no-run, got {options}"
     compiled = compile("\n" * (line - 1) + code, str(page), "exec", dont_inherit=True)
     if options:
         return
-    if re.search(r"pytorch_lightning|bind_lightning", code):  # chooses a copy of Lightning for its whole process
+    if re.search(r"pytorch_lightning|bind_lightning", code):  # selects the package of Lightning for the whole process
         subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a reader would see beside the result
+        warnings.simplefilter("ignore")  # which readers would also see
         exec(compiled, {"__name__": "__main__"})
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     broken = []
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
@@ -95,13 +95,13 @@ def test_links_lead_somewhere():
 
 
 def figures(text):
-    """Each sentence that ends in links to stored results: its figures, and the pages."""
+    """Return the figures of each sentence that ends with links to benchmark pages, and the pages."""
     at, found = 0, []
     for link in re.finditer(r"\[([^\]]*)\]\(([^)\s]*benchmarks/[\w.-]+\.md)[^)]*\)", text):
-        said = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", "", text[at : link.start()]) + link[1]
-        numbers = re.findall(r"(?<![\w.,/-])(\d+(?:\.\d+)?)(?![\w/-]|\.\d| x | %)", said)
+        sentence = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", "", text[at : link.start()]) + link[1]
+        numbers = re.findall(r"(?<![\w.,/-])(\d+(?:\.\d+)?)(?![\w/-]|\.\d| x | %)", sentence)
         if found and not re.search(r"\w", text[at : link.start()]):
-            found[-1][1].append(link[2])  # a further page for the same sentence
+            found[-1][1].append(link[2])  # another page of the same sentence
         else:
             found.append(([number for number in numbers if "." in number or float(number) >= 10], [link[2]]))
         at = link.end()
@@ -109,7 +109,7 @@ def figures(text):
 
 
 def holds(page, figure):
-    """Whether a page holds a figure as it is, in the next unit, or as the ratio of which it is the factor."""
+    """Return whether a page has a figure: the same, in the next unit, or as the inverse ratio."""
     decimals = len(figure.partition(".")[2])
     numbers = map(float, re.findall(r"\d+(?:\.\d+)?", page.read_text()))
     return any(
@@ -117,7 +117,7 @@ def holds(page, figure):
     )
 
 
-def test_figures_are_those_of_the_results_that_they_link():
+def test_figures_are_those_of_the_linked_results():
     absent = []
     for page in (page for page in PAGES if "benchmarks" not in page.parts):
         for paragraph in re.split(r"\n\s*\n|\n(?=[-#|])", prose(page)):
@@ -127,7 +127,7 @@ def test_figures_are_those_of_the_results_that_they_link():
     assert absent == []
 
 
-def test_a_figure_that_a_linked_page_lacks_is_found():
+def test_a_figure_missing_in_the_linked_page_is_detected():
     text = "Toy: 531 us, 0.4 ms and 1.7 times as fast ([overhead](../benchmarks/overhead_cpu-epyc-avx512_2026-11.md))."
     (((first, *others), (link,)),) = figures(text)
     page = (DOCS / "cards" / link).resolve()
@@ -136,7 +136,7 @@ def test_a_figure_that_a_linked_page_lacks_is_found():
     assert all(holds(page, number) for number in ("337", *others))
 
 
-def test_each_page_by_symptom_says_how_to_see_it_and_what_helps():
+def test_each_symptom_page_has_its_sections():
     pages = sorted((DOCS / "symptoms").glob("*.md"))
     assert len(pages) >= 8
     for page in pages:
@@ -145,20 +145,20 @@ def test_each_page_by_symptom_says_how_to_see_it_and_what_helps():
         assert f"(symptoms/{page.name})" in (DOCS / "symptoms.md").read_text()
 
 
-def test_the_chinese_readme_has_no_factor_that_the_english_one_lacks():
+def test_all_factors_of_the_chinese_readme_are_in_the_english_one():
     factors = [set(re.findall(r"\d+\.\d+", (ROOT / name).read_text())) for name in ("README.zh-CN.md", "README.md")]
     assert len(factors[0]) > 10
     assert factors[0] - factors[1] == set()
 
 
-def test_what_assistants_read_has_each_card_and_leads_nowhere_else():
+def test_texts_for_assistants_have_each_card_and_valid_links():
     full = overview().everything_for_assistants()
     assert [card.stem for card in CARDS if card.read_text().partition("\n# ")[2].partition("\n")[0] not in full] == []
     assert re.findall(r"\]\((?!https?:)[\w./]*\)", FENCE.sub("", full)) == []
     assert re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text())
     for path in re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text()):
         assert path == "llms-full.txt" or (DOCS / path).exists(), path
-    # A sentence of each card, not the card.
+    # One sentence of each card.
     lines = (DOCS / "llms.txt").read_text().splitlines()
     assert [line for line in lines if line.startswith("- [") and "**" in line] == []
 
@@ -242,7 +242,7 @@ def test_every_public_name_stands_in_a_card_or_a_guide():
 def test_card_has_its_parts():
     made = overview()
     for card in CARDS:
-        fields = made.front_matter(card)  # refuses what is missing
+        fields = made.front_matter(card)  # raises an error if a field is missing
         assert str(fields["name"]).strip()
         headings = re.findall(r"^(?:## +|\*\*)(.+)$", prose(card), re.M)
         lacking = [part for part in SECTIONS if not any(heading.startswith(part) for heading in headings)]
@@ -263,7 +263,7 @@ def test_tests_that_a_page_names_exist():
         ("---\nname: x\nclass: y\n---\n", "expected function, maths_unchanged, needs"),
     ],
 )
-def test_a_card_without_its_fields_is_refused_in_words(tmp_path, content, message):
+def test_a_card_with_missing_fields_is_refused(tmp_path, content, message):
     (tmp_path / "card.md").write_text(content)
     with pytest.raises(ValueError, match=message):
         overview().front_matter(tmp_path / "card.md")

@@ -1,4 +1,4 @@
-"""Imports go downward, packages of one floor do not import one another, and each module has its test at its place."""
+"""Layers: packages import only lower layers, and each module has a test of its name."""
 
 import ast
 import fnmatch
@@ -13,7 +13,7 @@ from radon.visitors import Class
 import lightning_turbo
 
 ROOT = Path(lightning_turbo.__file__).parent
-# Base; techniques, for any loop of torch; everything that speaks of Lightning.
+# Foundation; techniques for any training loop; everything that depends on Lightning.
 FLOORS = (
     (
         *("errors", "_checks", "_distributed", "_files", "_host_copy", "_lightning", "_machine"),
@@ -27,8 +27,8 @@ FLOORS = (
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WORST_COMPLEXITY = 12  # of each function and method
-# Where attributes are put in that no editor finds: those that are set on SeededDataset are set on the dataset inside,
-# and torch lets nobody set some of a loader's, as a copy has to.
+# Classes that set attributes by updating __dict__: SeededDataset forwards assignments to its dataset, and DataLoader
+# does not allow assignments to some attributes that a copy has to set.
 PUT_IN_BY_UPDATE = {("data/sample_seeds.py", "SeededDataset"), ("data/loading/loader.py", "PrefetchLoader")}
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -39,7 +39,7 @@ def nodes(path):
 
 
 def imports(path):
-    """Every module that a file imports, at its top or inside a function."""
+    """Yield all modules that a file imports, also inside functions."""
     for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -64,12 +64,12 @@ def test_imports_go_downward():
                 if other not in FLOOR_OF or other == own:
                     continue
                 below = FLOOR_OF[other] < FLOOR_OF[own]
-                beside = FLOOR_OF[other] == FLOOR_OF[own] != 1  # techniques do not know of one another
+                beside = FLOOR_OF[other] == FLOOR_OF[own] != 1  # techniques do not import each other
                 assert below or beside, f"{path} (floor {FLOOR_OF[own]}) imports {module}"
                 if other in ("_lightning", "_trainer"):
-                    assert FLOOR_OF[own] != 1, f"{path} (floor 1) knows of Lightning"
+                    assert FLOOR_OF[own] != 1, f"{path} (floor 1) depends on Lightning"
             elif top in ("lightning", "pytorch_lightning", "lightning_fabric"):
-                assert own in ("_lightning", "doctor"), f"{path}: take {module} through _lightning"
+                assert own in ("_lightning", "doctor"), f"{path}: import {module} through _lightning"
 
 
 def test_functions_are_simple():
@@ -90,11 +90,11 @@ def test_no_blanket_ignores():
 
 def test_every_folder_has_a_floor():
     for path in FILES:
-        assert home(path) in FLOOR_OF, f"{path} stands on no floor"
+        assert home(path) in FLOOR_OF, f"{path} has no floor"
 
 
 def modules_below(path, known):
-    """The modules of this package that a file imports; of ``from package import module``, the module alone."""
+    """Yield the modules of this package that a file imports; for ``from package import module``, only the module."""
     for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
@@ -107,8 +107,8 @@ def module_name(path):
     return ".".join(("lightning_turbo", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def test_neither_packages_nor_modules_import_one_another_in_circles():
-    # The root names the public modules, and loads each at its first use.
+def test_no_circular_imports_of_packages_or_modules():
+    # The root package imports public modules lazily.
     known = {module_name(path): path for path in FILES}
     modules = {name: set(modules_below(path, known)) for name, path in known.items() if name != "lightning_turbo"}
     packages = {}
@@ -116,9 +116,9 @@ def test_neither_packages_nor_modules_import_one_another_in_circles():
         own, tops = name.split(".")[1], {other.split(".")[1] for other in others if other != "lightning_turbo"}
         packages.setdefault(own, set()).update(top for top in tops - {own} if (ROOT / top).is_dir())
         if FLOOR_OF[own] < 2:
-            assert "lightning_turbo" not in others, f"{name} imports the root, which is on the third floor"
+            assert "lightning_turbo" not in others, f"{name} imports the root package, which is on floor 2"
     for graph in (modules, packages):
-        TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+        TopologicalSorter(graph).prepare()  # raises CycleError, which shows the cycle
 
 
 def classes():
@@ -139,37 +139,37 @@ def test_attributes_are_assigned_by_name():
     assert hidden <= PUT_IN_BY_UPDATE
 
 
-# The fields of a loader's state, and the keys of earlier snapshots.
+# The fields of a loader's state, and the keys of earlier versions.
 KEYS_OF_STATES = {
     *("consumed", "length", "ended", "whole", "order", "own", "left", "before", "held", "iter", "first", "at"),
     *("samples", "over", "generators", "shards", "stream", "rng_before_latest", "rng_before_next", "first_rng"),
 }
 
 
-def strings_asked_for(path):
-    """The constant strings by which a file reads something: ``each["key"]`` and ``each.get("key")``."""
+def constant_keys(path):
+    """Yield the constant keys that a file reads: ``each["key"]`` and ``each.get("key")``."""
     for node in nodes(path):
-        asked = node.slice if isinstance(node, ast.Subscript) else None
+        key = node.slice if isinstance(node, ast.Subscript) else None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
-            asked = node.args[0] if node.args else None
-        if isinstance(asked, ast.Constant) and isinstance(asked.value, str):
-            yield asked.value
+            key = node.args[0] if node.args else None
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            yield key.value
 
 
-def test_the_state_of_an_epoch_is_read_by_its_class_alone():
+def test_the_state_of_an_epoch_is_only_read_by_its_class():
     folders = ("data/loading", "data/orders", "callbacks/resume")
     files = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
     for path in [*files, ROOT / "callbacks/exact_resume.py"]:
         if path.name != "epoch_state.py":
-            assert not KEYS_OF_STATES & {*strings_asked_for(path)}, path
+            assert not KEYS_OF_STATES & {*constant_keys(path)}, path
 
 
 TESTS = Path(__file__).parents[1]
-MOST_LINES = 10  # of modules whose test has another name
+MOST_LINES = 10  # of the table of modules whose tests have other names
 
 
 def lines_of_the_readme():
-    """The lines of tests/README.md: the modules of each, and the files that test them."""
+    """Yield the modules and the test files of each line of the table in tests/README.md."""
     table = re.search(r"\| Behavior \|.*?\n\n", (TESTS / "README.md").read_text() + "\n\n", re.DOTALL).group()
     for line in table.strip().splitlines()[2:]:
         _, modules, files = (re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|"))
@@ -177,7 +177,7 @@ def lines_of_the_readme():
 
 
 def test_every_module_has_a_test_of_its_name():
-    """``amp/scaler.py`` has ``tests/amp/test_scaler.py``, or stands in the table of tests/README.md."""
+    """``amp/scaler.py`` has ``tests/amp/test_scaler.py``, or is in the table of tests/README.md."""
     modules = {path.relative_to(ROOT).with_suffix("").as_posix() for path in FILES if "__" not in path.name}
     without = {
         name for name in modules
@@ -189,6 +189,6 @@ def test_every_module_has_a_test_of_its_name():
         name for names, _ in lines for pattern in names
         for name in fnmatch.filter(modules, pattern) or [f"{pattern}, which does not exist"]
     }  # fmt: skip
-    assert named <= without, "modules of tests/README.md that are gone or have a test of their name"
+    assert named <= without, "modules in tests/README.md that do not exist or have a test of their name"
     assert all((TESTS / file).exists() for _, files in lines for file in files), lines
-    assert without == named, "write tests/X/test_y.py for X/y.py, or name the module in tests/README.md"
+    assert without == named, "write tests/X/test_y.py for X/y.py, or add the module to tests/README.md"

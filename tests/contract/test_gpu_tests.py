@@ -1,4 +1,4 @@
-"""``python -m pytest -m gpu`` runs in a checkout on a machine that has torch, one Lightning and pytest."""
+"""``python -m pytest -m gpu`` runs in a clone with only torch, one package of Lightning, and pytest installed."""
 
 import ast
 import os
@@ -15,15 +15,16 @@ from importlib.machinery import PathFinder
 
 find_spec = PathFinder.find_spec
 
-def find_what_is_there(cls, name, path=None, target=None):
+def find_installed(cls, name, path=None, target=None):
     return None if name.split(".")[0] in %r else find_spec(name, path, target)
 
-PathFinder.find_spec = classmethod(find_what_is_there)
+PathFinder.find_spec = classmethod(find_installed)
 """
-# What neither torch nor pytorch_lightning brings.
+# Packages that neither torch nor pytorch_lightning requires.
 PACKAGES = ("lightning", "monai", "nilearn", "nvidia", "pytest_timeout", "pytorch_optimizer", "skimage", "sklearn")
 
-# Minutes of arithmetic on a CPU. The first keeps a real device behind the host; pretended ones see missing waits so.
+# These take minutes on a CPU. The first one delays a real device; simulated devices detect missing synchronization
+# without a delay.
 LONG = (
     "tests/gpu/test_device_prefetch.py::test_no_batch_is_read_too_early_or_overwritten",
     "tests/gpu/test_apex_amp.py::test_o2_needs_less_memory_where_activations_dominate",
@@ -31,8 +32,8 @@ LONG = (
 )
 
 
-def test_they_import_little():
-    """What they and the files that they share import is there, but DALI's; the slow form collects them without it."""
+def test_gpu_tests_import_few_packages():
+    """They and their helpers import none of ``PACKAGES``. The slow form collects them without these packages."""
     found, todo = set(), [*(TESTS / "gpu").glob("*.py"), TESTS / "conftest.py"]
     while todo:
         path = todo.pop()
@@ -48,7 +49,7 @@ def test_they_import_little():
 
 
 @pytest.mark.slow
-def test_they_need_little(tmp_path):
+def test_gpu_tests_are_collected_with_few_packages(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(ABSENT % (PACKAGES,))
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"],
@@ -58,20 +59,20 @@ def test_they_need_little(tmp_path):
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     modules = {line.split("::")[0] for line in found.stdout.splitlines() if "::" in line}
     there = {path.relative_to(TESTS.parent).as_posix() for path in (TESTS / "gpu").glob("test_*.py")}
-    assert modules == there - {"tests/gpu/test_dali.py"}, "DALI's are skipped, no others"
+    assert modules == there - {"tests/gpu/test_dali.py"}, "only the tests of DALI are skipped"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja")
-def test_they_pass_on_pretended_devices():
-    """Which is all that runs the ways of a batch and a step on a device where there is none."""
+def test_gpu_tests_pass_on_simulated_devices():
+    """Without a GPU, no other test covers transfers to a device and training steps on it."""
     run = TESTS / "release" / "pretended_cuda" / "run.py"
     left_out = [f"--deselect={test}" for test in LONG]
     found = subprocess.run([sys.executable, run, *left_out], capture_output=True, text=True, timeout=880)
     assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-3000:]
 
 
-def test_no_other_folder_holds_any():
+def test_only_the_gpu_folder_has_gpu_tests():
     mark = "mark." + "gpu"
     assert {path.parent for path in TESTS.rglob("*.py") if mark in path.read_text()} == {TESTS / "gpu"}

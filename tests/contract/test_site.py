@@ -1,4 +1,4 @@
-"""The built site: what the Markdown looks right in may still come out wrong as a page."""
+"""The built site, because correct Markdown can still be rendered wrongly."""
 
 import re
 import shutil
@@ -18,9 +18,9 @@ SETTINGS = (ROOT / "zensical.toml").read_text()
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built from a copy of the pages, because another process may build its own in the repository."""
+    """Build the site from a copy of the pages, because another process may build it in the repository."""
     folder = tmp_path_factory.mktemp("site")
-    shutil.copy(ROOT / "zensical.toml", folder)  # a link would be followed, and the site written behind it
+    shutil.copy(ROOT / "zensical.toml", folder)  # with a link, the site would be written to the repository
     shutil.copytree(ROOT / "docs", folder / "docs")
     for path in [*ROOT.glob("*.md"), ROOT / "scripts", ROOT / "lightning_turbo"]:
         (folder / path.name).symlink_to(path)
@@ -33,7 +33,7 @@ def site(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """Collects what stands inside of which element; elements that are never closed hold nothing."""
+    """Collects headings in tables and Markdown in text. Void elements have no content."""
 
     EMPTY = frozenset(("area", "base", "br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"))
 
@@ -72,7 +72,7 @@ def pages(site):
 
 def test_no_heading_is_part_of_a_table_and_no_markdown_is_left_in_a_page(site):
     read = {name: Page(path) for name, path in pages(site).items()}
-    assert sum(page.cells for page in read.values()) > 1000, "the tables are found"
+    assert sum(page.cells for page in read.values()) > 1000, "tables are parsed"
     assert {name: page.headings_in_tables for name, page in read.items() if page.headings_in_tables} == {}
     assert {name: page.marks_in_text for name, page in read.items() if page.marks_in_text} == {}
 
@@ -102,7 +102,7 @@ def test_each_page_of_the_api_has_its_signature_and_values_as_defaults(site):
         if found:
             constants[name] = found
         assert shown, name
-    assert without == {"amp", "augment"}, "modules: what is in them has signatures"
+    assert without == {"amp", "augment"}, "modules, whose members have signatures"
     assert constants == {}
 
 

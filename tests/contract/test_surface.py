@@ -1,4 +1,4 @@
-"""The public surface: sorted, importable, light to import, and the same as the documents say."""
+"""The public names: sorted, importable, fast to import, and documented."""
 
 import ast
 import importlib
@@ -19,7 +19,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def in_order(names):
-    """Constants, then classes, then the rest, each by the alphabet, as ruff sorts them."""
+    """Sort names as ruff does: constants, classes, then others, each alphabetically."""
     return sorted(names, key=lambda n: (0 if n.isupper() and len(n) > 1 else 1 if n[:1].isupper() else 2, n))
 
 
@@ -29,22 +29,22 @@ def test_all_is_sorted_and_importable():
         assert getattr(lightning_turbo, name) is not None, name
 
 
-def test_every_module_states_its_names():
+def test_every_module_has_all():
     for path in sorted(ROOT.rglob("*.py")):
         dotted = ".".join(("lightning_turbo", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
         if path.name == "__main__.py":
             continue
         module = importlib.import_module(dotted)
         if path.parent.name == "rules" and not hasattr(module, "__all__"):
-            continue  # it only registers its rules
+            continue  # it only registers rules
         names = getattr(module, "__all__", None)
         assert names is not None, f"{dotted} has no __all__: add one with its public names"
         assert names == in_order(names), f"{dotted}.__all__ is not sorted"
         assert [name for name in names if not isinstance(name, str) or not hasattr(module, name)] == [], dotted
 
 
-def test_lightnings_names_are_the_same_for_type_checkers_and_at_run_time():
-    """Each stands in both lists, with the module that has it, and is used."""
+def test_names_of_lightning_are_the_same_for_type_checkers_and_at_run_time():
+    """Each name is in both lists, with the same module, and is used."""
     source = (ROOT / "_lightning.py").read_text()
     (block,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     packages = {"lightning.pytorch": "{pytorch}", "lightning.fabric": "{fabric}"}
@@ -63,11 +63,11 @@ def test_lightnings_names_are_the_same_for_type_checkers_and_at_run_time():
 
 
 def test_import_is_silent_light_and_touches_no_device():
-    """It costs at most 50 ms beyond Lightning, and brings no package along; nor do the names bring an optional one."""
+    """Importing takes at most 50 ms after Lightning, and imports no other package; names import no optional one."""
     code = """
         import json, sys, time, warnings
         import lightning.pytorch
-        before = set(sys.modules)  # torchmetrics brings matplotlib along where it is installed
+        before = set(sys.modules)  # torchmetrics imports matplotlib if it is installed
         warnings.simplefilter("error")
         start = time.process_time()
         import lightning_turbo
@@ -112,7 +112,7 @@ def test_a_package_names_what_is_public_of_its_modules():
     assert lacking == [], "import these there, and add them to its __all__"
 
 
-# Public callbacks, plugins and strategies without a row in tests/registry.py, and the tests that have them instead.
+# Public callbacks, plugins and strategies without a row in tests/registry.py, and their tests.
 NOT_IN_THE_REGISTRY = {
     "ExactResume": "callbacks/test_exact_resume.py",
     "FusedOptimizers": "callbacks/test_fused_optimizers.py",
@@ -123,7 +123,7 @@ NOT_IN_THE_REGISTRY = {
 
 
 def test_every_technique_of_a_trainer_has_a_row_in_the_registry():
-    """Each pair of rows is tried together by ``tests/integration/test_pairs.py``."""
+    """``tests/integration/test_pairs.py`` tests each pair of rows."""
     registry = (TESTS / "registry.py").read_text()
     homes = {name: home for names in lightning_turbo.PUBLIC.values() for name, home in names.items()}
     wanted = {name for name, home in homes.items() if home.startswith(("callbacks.", "plugins.", "strategies."))}
@@ -150,7 +150,7 @@ def test_each_name_is_offered_once_and_none_that_is_not_public():
     ("cache_transforms", "data"), ("pack", "data"), ("set_memory_format", "nn"), ("RandomFlip", "data.augment"),
     ("TurboWarning", "errors"),
 ])  # fmt: skip
-def test_a_name_from_elsewhere_is_told_where_it_is(name, home):
+def test_the_error_about_a_name_of_a_submodule_names_that_module(name, home):
     with pytest.raises(ImportError, match=rf"did you mean lightning_turbo\.{home}\.{name}\?"):
         exec(f"from lightning_turbo import {name}")
     with pytest.raises(AttributeError, match=rf"did you mean lightning_turbo\.{home}\.{name}\?"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_turbo import cli
-from tests.children import FORGOTTEN, status_of_child
+from tests.children import RETURNED, status_of_child
 from tests.integration.doctor_runs import QUIET
 from tests.ranks import free_port
 
@@ -173,7 +173,7 @@ def test_an_error_at_the_border_of_an_epoch_that_is_cut_short_ends_with_the_repo
 
 def test_a_fit_of_fewer_steps_than_are_looked_at_is_not_cut(tmp_path):
     before = SAVES.strip().replace("    try:\n", "    settings['max_steps'] = 5\n    try:\n", 1)
-    assert status_of_child(lambda: cli.main(arguments(tmp_path, before=before))) == FORGOTTEN, "it came to its own end"
+    assert status_of_child(lambda: cli.main(arguments(tmp_path, before=before))) == RETURNED, "the command returned"
     assert saved(tmp_path) >= {"on_train_end", "behind fit", "finally"}
 
 

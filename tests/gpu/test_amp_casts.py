@@ -1,4 +1,4 @@
-"""O1's lists on CUDA, where autocast's own lists are others than on a CPU."""
+"""O1's cast lists on CUDA, where those of autocast differ from the CPU."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def single(*shape):
     (lambda: torch.einsum("ij,jk->ik", single(4, 4), half(4, 4)), torch.float16),
     (lambda: F.linear(single(4, 4).double(), single(4, 4).double()), torch.float16),
     (lambda: single(4, 4) @ single(4, 4), torch.float16),
-    (lambda: F.linear(torch.ones(4, 4), torch.ones(4, 4)), torch.float32),  # on the CPU: left alone
+    (lambda: F.linear(torch.ones(4, 4), torch.ones(4, 4)), torch.float32),  # not changed on the CPU
 ])  # fmt: skip
 def test_a_function_returns_apexs_dtype(call, expected):
     amp.initialize(nn.Linear(2, 2).cuda(), opt_level="O1", verbosity=0)

@@ -15,7 +15,7 @@ from tests.trainers import quiet_trainer
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*Tensor Cores.*"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),  # once a process
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),  # once per process
 ]
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -69,7 +69,7 @@ def test_half_is_float16_and_the_loss_falls(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_module_trains_again_at_another_level(level):
-    """The Trainer moves it to the device and back, which makes its buffers anew."""
+    """The Trainer moves the module to the device and back, which creates new buffers."""
     model = Net()
     model.register_buffer("scale", torch.ones(1))
     fit(model, plugins=[ApexAMP(level)], max_epochs=1)
@@ -79,8 +79,8 @@ def test_a_module_trains_again_at_another_level(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_fused_step_waits_for_nothing(level, monkeypatch):
-    """torch itself says when a call would make the host wait for the device."""
+def test_a_fused_step_does_not_synchronize(level, monkeypatch):
+    """torch's debug mode raises an error if a call synchronizes the host with the device."""
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 2)
 
     class Strict(Callback):
@@ -93,18 +93,18 @@ def test_a_fused_step_waits_for_nothing(level, monkeypatch):
 
         on_exception = on_train_batch_end
 
-    plugin = ApexAMP(level, scaler=ApexGradScaler(max_scale=128.0))  # at which no gradient overflows
+    plugin = ApexAMP(level, scaler=ApexGradScaler(max_scale=128.0))  # without gradient overflow
     fit(Net(), plugins=[plugin], callbacks=[Strict()], gradient_clip_val=1.0)
 
 
 def test_o2_needs_less_memory_where_activations_dominate():
     peaks = {}
     for level in ("O0", "O2"):
-        fit(Net(), plugins=[ApexAMP(level)], max_epochs=1)  # what the libraries take on first use, they keep
+        fit(Net(), plugins=[ApexAMP(level)], max_epochs=1)  # libraries allocate memory on first use and keep it
         gc.collect()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        fit(Net(width=64), loader(64, 64, 64), plugins=[ApexAMP(level)], max_epochs=1)  # 64 MiB a float32 activation
+        fit(Net(width=64), loader(64, 64, 64), plugins=[ApexAMP(level)], max_epochs=1)  # 64 MiB per float32 activation
         peaks[level] = torch.cuda.max_memory_allocated() - before
     assert peaks["O2"] < 0.75 * peaks["O0"]
 

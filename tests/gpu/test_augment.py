@@ -1,4 +1,4 @@
-"""Augmentation on CUDA: the parameters of a CPU, bit for bit, and its images, to rounding."""
+"""Augmentation on CUDA: bitwise the same parameters as on a CPU, and the same images up to rounding."""
 
 import pytest
 import torch
@@ -33,5 +33,5 @@ def test_a_device_augments_as_a_cpu_does(name):
     got = augmentation((image.cuda(), mask.cuda()), range(8))
     assert all(part.is_cuda for part in got)
     torch.testing.assert_close(got[0].cpu(), expected[0], atol=1e-4, rtol=0)
-    # A voxel whose source lies between two voxels may go to either, by rounding.
+    # Rounding may select either voxel if the source position is halfway between two.
     assert (got[1].cpu() != expected[1]).float().mean() < 0.01

@@ -1,4 +1,4 @@
-"""Saves in the background on a CUDA device: what the file holds, and what it takes."""
+"""Background saves on a CUDA device: contents of the file and memory of the device."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_the_steps_after_a_save_are_not_in_it_and_it_takes_no_memory_of_the_devi
     places = set()
     for number in range(4):
         torch.cuda.synchronize()
-        # Clones are made on the device, in the order of its stream.
+        # Tensors are cloned on the device, in stream order.
         expected = {name: value.clone() for name, value in net.state_dict().items()}
         moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""DALI on a CUDA device: decoding there, the same pixels and order as on the CPU, and a Trainer fed by it."""
+"""DALI on a CUDA device: decoding, the same pixels and order as on the CPU, and training with a Trainer."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_images_equal_those_of_the_cpu(photos, train, dtype):
     assert {part.device.type for part in (images, labels, numbers)} == {"cuda"}
     assert images.is_contiguous(memory_format=torch.channels_last)
     loader.close()
-    # Two JPEG decoders and two resizers: some levels of 255, here in units of a standard deviation of about 57.
+    # The JPEG decoders and resize kernels differ by a few of 255 levels; a unit here is a standard deviation, about 57.
     limit = 4.0 if dtype == "uint8" else 4.0 / 57
     for ours, reference in zip(batches(recipe, "cuda"), batches(recipe, "cpu"), strict=True):
         assert torch.equal(ours[1], reference[1])
@@ -50,13 +50,13 @@ def test_volumes_equal_those_of_the_cpu(tmp_path):
     arguments = {"files": files, "labels": labels, "crop": (8, 8, 8)}
     on_gpu, on_cpu = (batches(volumes, device, arguments=arguments) for device in ("cuda", "cpu"))
     for ours, reference in zip(on_gpu, on_cpu, strict=True):
-        # Sums of 512 float32 values in another order.
+        # The order of sums of 512 float32 values differs.
         torch.testing.assert_close(ours[0], reference[0], atol=1e-4, rtol=1e-4)
         assert torch.equal(ours[1], reference[1])
 
 
 def test_batches_are_not_overwritten_while_kernels_still_read_them(photos):
-    """Each batch is summed by work that is queued behind a long one, and dropped at once."""
+    """Each batch is summed by a kernel that is queued after a long one, and freed immediately."""
     recipe = ImageFolder(photos, train=False, size=64)
     expected = [float(images.double().sum()) for images, _ in batches(recipe, "cuda")]
     loader, sums = DALILoader(recipe, 4, device="cuda", prefetch=1), []

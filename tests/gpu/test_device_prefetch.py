@@ -22,7 +22,7 @@ DEVICE = "cuda:0"
 
 
 class Numbered(torch.utils.data.Dataset):
-    """Samples of 256 KiB, each full of its number."""
+    """Samples of 256 KiB, each filled with its index."""
 
     def __init__(self, length=64, size=65536):
         self.length, self.size = length, size
@@ -35,7 +35,7 @@ class Numbered(torch.utils.data.Dataset):
 
 
 def busy(matrix, times):
-    """Work on the current stream."""
+    """Queue work on the current stream."""
     for _ in range(times):
         matrix = matrix @ matrix
         matrix = matrix / matrix.norm()
@@ -49,7 +49,7 @@ def busy(matrix, times):
     (functools.partial(PrefetchLoader, threads=3), 0),
 ])  # fmt: skip
 def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
-    """The device is kept behind the host, so that a missing wait or a memory reused too soon would show."""
+    """The device lags behind the host, so that missing synchronization or early reuse of memory is detected."""
     loader = make(Numbered(), batch_size=8, num_workers=workers)
     matrix = torch.rand(2048, 2048, device=DEVICE)
     sums = []
@@ -58,13 +58,13 @@ def test_no_batch_is_read_too_early_or_overwritten(make, workers, min_bytes):
         assert data.device == torch.device(DEVICE)
         sums.append((data.double().mean(1), index))
         del data, index
-        torch.empty(8, 65536, device=DEVICE).fill_(-1)  # would take the memory of a batch given back too soon
+        torch.empty(8, 65536, device=DEVICE).fill_(-1)  # reuses the memory of a batch that was freed too early
     got = [(mean.tolist(), index.tolist()) for mean, index in sums]
     assert got == [([float(n) for n in range(k, k + 8)], list(range(k, k + 8))) for k in range(0, 64, 8)]
 
 
 class Graph:
-    """A batch of a class of its own, as torch_geometric's."""
+    """A custom batch class, like that of torch_geometric."""
 
     def __init__(self, nodes):
         self.nodes = nodes
@@ -112,7 +112,7 @@ def test_memory_is_steady_over_20_epochs():
     for _ in range(20):
         for data, _index in prefetcher:
             data.sum()
-        torch.cuda.synchronize()  # what the device still reads cannot be reused
+        torch.cuda.synchronize()  # memory that the device still reads cannot be reused
         gc.collect()
         peaks.append(torch.cuda.memory_reserved(DEVICE))
     assert peaks[-1] == peaks[3]
@@ -120,8 +120,8 @@ def test_memory_is_steady_over_20_epochs():
 
 @pytest.mark.parametrize("prefetch_batches", [1, 2, 4])
 @pytest.mark.parametrize("lets_go", [True, False])
-def test_so_many_batches_are_on_the_device_and_one_more(prefetch_batches, lets_go):
-    """While the next batch is asked for, a ``for`` loop holds the one before too, unless its body lets go of it."""
+def test_number_of_batches_on_the_device(prefetch_batches, lets_go):
+    """While the next batch is requested, a ``for`` loop also holds the previous one, unless its body deletes it."""
     host = [torch.ones(1 << 20) for _ in range(12)]
     matrix = torch.rand(1024, 1024, device=DEVICE)
     busy(matrix, 10)
@@ -146,9 +146,9 @@ def test_a_host_that_is_far_ahead_takes_no_more_memory():
 
 
 def test_throughput_is_that_of_data_on_the_device():
-    """At least 95 % of synthetic data's, the copy being shorter than the step."""
+    """At least 0.95 times that of data on the device, because the copy is shorter than the step."""
     matrix = torch.rand(4096, 4096, device=DEVICE)
-    host = [torch.ones(1 << 22).pin_memory() for _ in range(20)]  # 16 MiB a batch
+    host = [torch.ones(1 << 22).pin_memory() for _ in range(20)]  # 16 MiB per batch
     there = [batch.to(DEVICE) for batch in host]
 
     def seconds(batches):
@@ -170,7 +170,7 @@ def test_throughput_is_that_of_data_on_the_device():
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_plain_loader_that_is_left_and_resumed_gives_the_orders_that_it_gives_without(workers, kept):
-    """What was taken ahead does not count as drawn."""
+    """Batches that were only prefetched do not count as drawn."""
 
     def loader():
         generator = torch.Generator().manual_seed(3)
@@ -179,7 +179,7 @@ def test_a_plain_loader_that_is_left_and_resumed_gives_the_orders_that_it_gives_
     def orders(loader, counts):
         found, left = [], []
         for count in counts:
-            iterator = iter(loader)  # the one before is still there, or is not
+            iterator = iter(loader)  # the previous iterator may still exist
             found.append([index.tolist() for _, index in itertools.islice(iterator, count)])
             left.append(iterator if kept else None)
             del iterator

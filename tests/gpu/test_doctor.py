@@ -1,4 +1,4 @@
-"""The Doctor on a CUDA device: waits are named, times are the device's, and nothing left behind."""
+"""The Doctor on a CUDA device: it names synchronizations, measures device time, and restores settings."""
 
 import warnings
 from pathlib import Path
@@ -56,7 +56,7 @@ class Sick(Model):
 
 
 class Uploads(Model):
-    """Copies small things to the device in each step; the names are those that the Doctor gives the lines."""
+    """Copies small values to the device in each step. The comments are the names that the Doctor reports."""
 
     def training_step(self, batch, batch_idx):
         x, device = batch[0], self.device
@@ -72,7 +72,7 @@ class Uploads(Model):
 
 
 class Harmless(Model):
-    """Makes what it needs on the device, and copies from pinned memory without waiting."""
+    """Creates tensors on the device, and copies from pinned memory asynchronously."""
 
     def training_step(self, batch, batch_idx):
         x = batch[0]
@@ -84,7 +84,7 @@ class Harmless(Model):
 
 
 class Grouped(Model):
-    """Waits in the backward pass, and in its optimizer, whose business that is."""
+    """Synchronizes in a hook of the backward pass."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -122,7 +122,7 @@ def test_a_clean_step_has_no_wait():
 
 
 def lines_of(doctor, kinds):
-    """The lines of this file that were named, and how."""
+    """Return the lines of this file that were reported, with the reported names."""
     source = Path(__file__).read_text().splitlines()
     calls = [call for call in doctor.report.facts.seen.calls if call.kind in kinds]
     return [(source[call.site.line - 1].partition("#")[2].strip(), call.name) for call in calls]
@@ -142,7 +142,7 @@ def test_what_is_copied_to_the_device_is_named_at_its_line():
     assert "host-sync" not in found
 
 
-def test_what_waits_for_nothing_is_not_named():
+def test_asynchronous_operations_are_not_named():
     doctor = Doctor(**SHORT)
     trained(Harmless, doctor)
     assert doctor.report.facts.seen.calls == ()
@@ -156,7 +156,7 @@ def test_a_wait_in_a_hook_of_the_backward_pass_is_named():
 
 
 @pytest.mark.parametrize("mode", ["default", "warn"])
-def test_the_mode_and_the_filters_are_those_of_before(mode):
+def test_the_mode_and_the_filters_are_restored(mode):
     class Fails(Sick):
         def training_step(self, batch, batch_idx):
             if batch_idx == 6:
@@ -204,5 +204,5 @@ def test_the_time_line_is_the_devices():
     doctor = Doctor(**SHORT)
     trained(Heavy, doctor)
     phases = doctor.report.facts.phases
-    # Queued in microseconds, computed in milliseconds: only events on the device see where the time goes.
+    # Kernels are queued in microseconds and run for milliseconds, so only events on the device measure the time.
     assert phases["forward"] > 0.5 * sum(phases.values())

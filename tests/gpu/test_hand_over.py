@@ -1,4 +1,4 @@
-"""Batches of worker processes on their way to a device: one buffer is pinned, whatever number of tensors it holds."""
+"""Batches from worker processes: one buffer is pinned, regardless of the number of tensors in it."""
 
 import pytest
 import torch

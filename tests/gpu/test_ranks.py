@@ -1,4 +1,4 @@
-"""Two ranks on two CUDA devices: turbo_ddp and its parts under NCCL, which takes device tensors alone."""
+"""Two ranks on two CUDA devices: turbo_ddp and its parts with NCCL, which only supports device tensors."""
 
 import os
 from pathlib import Path
@@ -68,7 +68,7 @@ def fit(strategy, level, **settings):
 
 
 def train(folder):
-    # The strategies choose cuDNN's algorithms in different ways, which may differ by the order of sums and no more.
+    # The strategies select algorithms of cuDNN differently, which may only change the order of sums.
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
     rank = int(os.environ["RANK"])
@@ -103,7 +103,7 @@ def test_ranks_agree_with_each_other_and_with_stock_ddp(tmp_path):
                 assert weight.dtype is torch.float32
                 assert torch.equal(weight, second["weights"][key]), (level, name, key)
             assert first["loss"] == second["loss"]
-        # Float32: sums in another order. Otherwise half gradients in buckets of another cut, or rounded to be sent.
+        # In float32, the order of sums differs; otherwise, half gradients are in other buckets or rounded for transfer.
         limits = {"turbo": 1e-5 if level == "O0" else 1e-2, "bf16": 2e-2, "fp16": 1e-2}
         for name, limit in limits.items():
             for key, weight in ends[name][0]["weights"].items():

@@ -1,4 +1,4 @@
-"""What surrounds a step on CUDA: streams of other threads, hidden tensors, process-wide switches, torch's warnings."""
+"""The environment of a step on CUDA: streams of other threads, hidden tensors, global settings, torch's warnings."""
 
 import threading
 import warnings
@@ -27,7 +27,7 @@ def test_a_loader_in_another_thread_works_on_the_stream_of_the_loop():
         for n in range(12):
             streams.append((threading.current_thread(), torch.cuda.current_stream()))
             x = torch.zeros(1 << 22, device=CUDA)
-            for _ in range(20):  # long enough that a reader on another stream would come too early
+            for _ in range(20):  # long enough that a reader on another stream would be too early
                 x = x + 1
             yield x + n
 
@@ -40,7 +40,7 @@ def test_a_loader_in_another_thread_works_on_the_stream_of_the_loop():
 
 
 class Storage:
-    """As graph libraries keep a matrix: without a ``to`` of its own."""
+    """Holds tensors without a ``to`` method, as matrices of graph libraries do."""
 
     __slots__ = ("x",)
 
@@ -59,13 +59,13 @@ class Matrix:
         return Matrix(self.storage.x.pin_memory())
 
 
-def test_memory_of_hidden_tensors_is_kept_until_the_step_is_through_with_it():
+def test_memory_of_hidden_tensors_is_kept_until_the_step_has_used_it():
     batches = [{"x": torch.zeros(1 << 20), "m": Matrix(torch.full((1 << 20,), float(n)))} for n in range(24)]
     slow, sums = torch.zeros(1 << 22, device=CUDA), []
     for batch in DevicePrefetcher(batches, CUDA, prefetch_batches=4):
         hidden = batch["m"].storage.x
         del batch
-        for _ in range(60):  # the copies of later batches come while this one waits to be read
+        for _ in range(60):  # later batches are copied before this one is read
             slow = slow * 0.5 + 1
         sums.append(hidden.sum())
         del hidden
@@ -124,10 +124,10 @@ def test_tf32_may_be_set_by_torchs_newer_interface(settings):
         matmul.fp32_precision = "none"
 
 
-def test_the_doctor_takes_torchs_word_about_its_debug_mode_for_itself(monkeypatch):
+def test_the_doctor_suppresses_torchs_warning_about_the_debug_mode(monkeypatch):
     doctor = Doctor(warmup=1, timed=1, watched=2)
     always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)  # torch says it once in a process, and this may not be the first time
+    torch.set_warn_always(True)  # torch warns only once per process
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Synchronization debug mode")
@@ -138,7 +138,7 @@ def test_the_doctor_takes_torchs_word_about_its_debug_mode_for_itself(monkeypatc
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
-def test_random_numbers_of_other_devices_are_left_alone():
+def test_generators_of_other_devices_are_not_changed():
     net = nn.Sequential(nn.Dropout(0.5), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).to(CUDA)
     state = torch.cuda.get_rng_state(CUDA)
     with warnings.catch_warnings():

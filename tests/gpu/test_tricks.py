@@ -1,4 +1,4 @@
-"""The techniques around the step on CUDA: memory, fused optimizers, and apex's FusedLAMB where it is there."""
+"""Techniques of the training step on CUDA: memory, fused optimizers, and apex's FusedLAMB if it is installed."""
 
 import gc
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Wide(LightningModule):
-    """Three layers of 64 MiB, and activations of about the same size."""
+    """Three layers of 64 MiB with activations of about the same size."""
 
     def __init__(self):
         super().__init__()
@@ -103,8 +103,8 @@ def test_exact_accumulation_without_a_value_on_the_host(precision):
     half = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
     with torch.autocast("cuda", dtype=half, enabled=half is not None):
         loss = reference(data.cuda()).square().mean()
-    (loss * 2**10).backward()  # float16 gradients do not vanish
-    # The same casts in both: what differs is the rounding of float32 (TF32: 10 bits) or half (10 or 7 bits) sums.
+    (loss * 2**10).backward()  # keeps float16 gradients from underflowing
+    # Both have the same casts, so only sums in float32 (TF32: 10 bits) or half (10 or 7 bits) are rounded differently.
     for a, b in zip(seen[0], reference.parameters(), strict=True):
         expected = b.grad / 2**10
         torch.testing.assert_close(a, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())

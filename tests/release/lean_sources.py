@@ -1,10 +1,10 @@
-"""Compares what the lean loop follows in each version of Lightning of the table with what was read.
+"""Check that the sources that the lean loop reimplements are known in each version of Lightning in the table.
 
     python tests/release/lean_sources.py --folder DIR [VERSION ...]
 
-Downloads each version of ``LEAN_VERSIONS``, or those that are given, into DIR, without what it needs, which has to be
-installed. A version with other sources has to be read, and the lean loop corrected, before its digest is added to
-``READ`` and its number to ``LEAN_VERSIONS``.
+Downloads each version of ``LEAN_VERSIONS``, or the given ones, to DIR, without its requirements, which have to be
+installed. If the sources of a version differ, compare them with the lean loop and adapt it, then add the digest to
+``READ`` and the version to ``LEAN_VERSIONS``.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the lean classes follow.
+# Sources that the lean classes reimplement.
 FOLLOWED = [
     _TrainingEpochLoop.advance, _TrainingEpochLoop.on_advance_end, _TrainingEpochLoop.on_run_start,
     _TrainingEpochLoop._build_kwargs,
@@ -40,26 +40,26 @@ FOLLOWED = [
     pl.LightningModule.clip_gradients, pl.LightningModule.configure_gradient_clipping,
     Precision.clip_gradients, _LoggerConnector, pl.LightningModule.optimizer_zero_grad,
 ]  # fmt: skip
-# Digests of sources that were read: 2.6.0, whose logger connector shows one tip less, and all since.
+# Digests of compared sources: 2.6.0, whose logger connector has one tip less, and all later versions.
 READ = ("53aff6a2889ac04f", "2bddb02dc76d77f0")
 
 
 def digest():
-    """Return the digest of the sources of the Lightning that is imported."""
+    """Return the digest of the sources of the imported Lightning."""
     text = "".join(inspect.getsource(part) for part in FOLLOWED).replace("pytorch_lightning", "lightning.pytorch")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for the downloads")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the downloads")
     parser.add_argument("versions", nargs="*", metavar="VERSION")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     from lightning_turbo._trainer import LEAN_VERSIONS
 
     other = []
-    for version in asked.versions or LEAN_VERSIONS:
-        target = asked.folder.resolve() / version
+    for version in args.versions or LEAN_VERSIONS:
+        target = args.folder.resolve() / version
         if not target.exists():
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
             subprocess.run([*pip, f"lightning=={version}"], check=True)

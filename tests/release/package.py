@@ -1,8 +1,8 @@
-"""Builds wheel and sdist, looks at what is in them, and runs what each installs, outside the repository.
+"""Build the wheel and the sdist, check their contents, and run the commands of each outside the repository.
 
     python tests/release/package.py [--keep FOLDER]
 
-The installations take the exact versions of constraints.txt. It needs the network, and some minutes.
+Installs the exact versions of constraints.txt. Requires network access, and takes some minutes.
 """
 
 import argparse
@@ -33,8 +33,8 @@ def run(*command, cwd, env=None):
     return subprocess.run([str(part) for part in command], cwd=cwd, env=env, check=True, text=True)
 
 
-def known(*folders):
-    """The files that git knows in the folders; those of the package are what the wheel has to hold."""
+def tracked(*folders):
+    """Return the files in the folders that git tracks. The wheel must have those of the package."""
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, check=True, text=True, capture_output=True)
     return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
@@ -42,7 +42,7 @@ def known(*folders):
 def inspect(wheel, sdist):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    expected, package = known("lightning_turbo"), {name for name in names if name.startswith("lightning_turbo/")}
+    expected, package = tracked("lightning_turbo"), {name for name in names if name.startswith("lightning_turbo/")}
     info = {name.split(".dist-info/", 1)[1] for name in names if ".dist-info/" in name}
     assert "lightning_turbo/py.typed" in package
     assert package == expected, f"differs from git: {sorted(package ^ expected)}"
@@ -53,11 +53,11 @@ def inspect(wheel, sdist):
     missing = (expected | {"LICENSE", "README.md", "pyproject.toml"}) - inside
     assert not missing, f"the sdist lacks {sorted(missing)}"
     assert not [name for name in inside if name.startswith("tests/")]
-    print(f"{wheel.name}: {len(package)} files of the package, py.typed, no tests; {sdist.name} holds them too")
+    print(f"{wheel.name}: {len(package)} files of the package, py.typed, no tests; {sdist.name} has the same files")
 
 
-def try_out(archive, folder):
-    """Install into an empty environment and run the commands there, without extras."""
+def install_and_run(archive, folder):
+    """Install an archive without extras in a new environment, and run its commands there."""
     folder.mkdir()
     python = folder / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
@@ -68,26 +68,26 @@ def try_out(archive, folder):
     where = subprocess.run(
         [python, "-c", WHERE], cwd=folder, env=env, check=True, text=True, capture_output=True
     ).stdout.strip()
-    assert Path(where).is_relative_to(folder / "venv"), f"{where} is not what was installed"
+    assert Path(where).is_relative_to(folder / "venv"), f"expected the installed package, got {where}"
     command = python.with_name("lightning-turbo")
     run(command, "doctor", cwd=folder, env=env)
     (folder / "train.py").write_text(SCRIPT)
     run(command, "doctor", "train.py", cwd=folder, env=env)
     run(command, "tune", "--minutes", "0.2", "--only", "lean", "train.py", cwd=folder, env=env)
-    assert not (folder / "runs" / "tune" / "tune.png").exists(), "there is no matplotlib to draw it"
+    assert not (folder / "runs" / "tune" / "tune.png").exists(), "expected no chart without matplotlib"
     print(f"{archive.name}: installed, doctor and tune ran", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", type=Path, help="folder for wheel and sdist")
+    parser.add_argument("--keep", type=Path, help="folder to copy the wheel and the sdist to")
     keep = parser.parse_args().keep
     with tempfile.TemporaryDirectory(prefix="turbo-release-") as name:
         work = Path(name)
-        # Built from a copy of what git knows: no build folder of an earlier run can slip in.
+        # Built from a copy of the tracked files, without leftovers of an earlier build.
         source = work / "source"
         source.mkdir()
-        for path in known():
+        for path in tracked():
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, source / path)
         run(sys.executable, "-m", "build", "--outdir", work / "dist", source, cwd=work)
@@ -95,7 +95,7 @@ def main():
         (sdist,) = (work / "dist").glob("*.tar.gz")
         inspect(wheel, sdist)
         for archive in (wheel, sdist):
-            try_out(archive, work / archive.suffix.strip("."))
+            install_and_run(archive, work / archive.suffix.strip("."))
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             for archive in (wheel, sdist):

@@ -1,7 +1,7 @@
-// CUDA devices whose memory is the host's: allocation, streams, and what torch asks of a kind of device.
+// CUDA devices that use the host's memory: allocation, streams, and the device interface of torch.
 //
-// All is done at once; streams.cpp tells whether that may be. What an allocation counts is what was asked for, in blocks
-// of 512 bytes as torch's caching allocator rounds; libraries' workspaces are missing.
+// Operations run immediately; streams.cpp checks their synchronization. Allocations are counted in blocks of 512 bytes,
+// as torch's caching allocator rounds them, without workspaces of libraries.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -52,7 +52,7 @@ struct DeviceAllocator final : c10::Allocator {
     if (n == 0) return {nullptr, nullptr, nullptr, here()};
     int64_t size = (n + 511) / 512 * 512;
     auto* block = new Block{std::aligned_alloc(512, size), size, on_stream()};
-    std::memset(block->data, 0xAB, size);  // what nobody has written is seen
+    std::memset(block->data, 0xAB, size);  // makes uninitialized memory visible
     int64_t now = allocated += size, top = peak;
     while (now > top && !peak.compare_exchange_weak(top, now)) {
     }

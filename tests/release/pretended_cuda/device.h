@@ -1,4 +1,4 @@
-// What device.cpp has for kernels.cpp.
+// Functions of device.cpp for kernels.cpp.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,11 +9,11 @@ namespace pretended {
 c10::Allocator* memory();
 const at::Generator& generator();
 bool is_pinned(const void* data);
-void waits(const char* what);  // a call that makes the host wait for the device
+void waits(const char* what);  // a call that synchronizes the host with the device
 
-int exchange(int index);  // takes another device as the current one, -1 the same, and returns the one before
+int exchange(int index);  // sets the current device, -1 for no change, and returns the previous one
 
-struct On {  // a device for a while
+struct On {  // sets a device within a scope
   explicit On(int index) : before(exchange(index)) {}
   ~On() { exchange(before); }
   int before;

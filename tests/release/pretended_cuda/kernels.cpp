@@ -1,6 +1,6 @@
-// The CPU's kernels on tensors of a pretended device, behind torch's checks that tensors are on one device.
+// CPU kernels for tensors of a simulated device, after torch's checks that all tensors are on one device.
 //
-// Strided tensors alone.
+// Only for strided tensors.
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -19,7 +19,7 @@ const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
 
 void drop(void* context) { delete static_cast<c10::Storage*>(context); }
 
-/// The same memory as a tensor of the CPU.
+/// Returns a CPU tensor with the same memory.
 at::Tensor host(const at::Tensor& t) {
   if (!t.defined() || !t.is_cuda()) return t;
   TORCH_CHECK(t.layout() == c10::kStrided, "only strided tensors are pretended, got ", t.layout());
@@ -50,12 +50,12 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-struct Below {  // autograd, autocast and the like are through already
+struct Below {  // below autograd and autocast
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard autocast{at::autocast_dispatch_keyset};
 };
 
-bool mixes(const std::string& name) {  // these take CPU tensors beside those of the device
+bool mixes(const std::string& name) {  // these accept CPU tensors together with device tensors
   return name.find("aten::index") == 0 || name.find("aten::_index_put") == 0 || name.find("aten::_unsafe_index") == 0 ||
          name.find("aten::copy") == 0 || name.find("aten::_to_copy") == 0;
 }
@@ -177,7 +177,7 @@ at::Tensor as_strided(const at::Tensor& self, c10::IntArrayRef size, c10::IntArr
   return viewed(self, size, stride, offset.value_or(self.storage_offset()));
 }
 
-at::Tensor like(const at::Tensor& self, const at::Tensor& meta) {  // the geometry of the CPU's own view
+at::Tensor like(const at::Tensor& self, const at::Tensor& meta) {  // with the geometry of the CPU's view
   return viewed(self, meta.sizes(), meta.strides(), meta.storage_offset());
 }
 
@@ -249,7 +249,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", copy_);
   m.impl("record_stream", record_stream);
   m.impl("is_pinned", pinned_tensor);
-  // Composites that ask for kernels of CUDA behind the dispatcher's back.
+  // Composite operators that call CUDA kernels without the dispatcher.
   for (const char* name : {"convolution", "convolution_backward", "native_group_norm", "mse_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

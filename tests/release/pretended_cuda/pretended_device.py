@@ -1,7 +1,7 @@
-"""Loads the library under a torch that was built without CUDA, and lets ``torch.cuda`` speak of its devices.
+"""Load the library of simulated devices in a torch built without CUDA, and replace the functions of ``torch.cuda``.
 
-``PRETENDED_CUDA`` is the number of devices, ``PRETENDED_CUDA_LIBRARY`` its file, which ``run.py`` builds. Import this
-before torch: hooks of devices are registered before torch first asks for them.
+``PRETENDED_CUDA`` is the number of devices, ``PRETENDED_CUDA_LIBRARY`` the library that ``run.py`` builds. Import this
+module before torch, because torch reads the device hooks on its first use.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ import torch._dynamo  # noqa: E402
 _spec = importlib.util.spec_from_file_location("pretended_cuda", _library)
 device = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(device)
-_told = []  # of the warning that torch gives once
+_warned = []  # whether torch's warning was given, which it gives once
 _MODES = {"default": 0, "warn": 1, "error": 2}
-_MEMORY = 80 << 30  # bytes, of each device
+_MEMORY = 80 << 30  # bytes per device
 _PROPERTIES = SimpleNamespace(
     name="pretended",
     major=8,
@@ -42,7 +42,7 @@ _PROPERTIES = SimpleNamespace(
 
 
 def index_of(where):
-    """The number of a device, -1 for the current one."""
+    """Return the index of a device, -1 for the current one."""
     if where is None or isinstance(where, int):
         return -1 if where is None else where
     found = torch.device(where).index
@@ -113,10 +113,10 @@ def nothing(*_, **__):
 
 
 def set_sync_debug_mode(mode):
-    # As in torch, the mode is set also where the warning, of the first call of a process, is an error.
+    # As in torch, the mode is also set if the warning of the first call is an error.
     device.set_sync_mode(_MODES.get(mode, mode))
-    if not _told:
-        _told.append(mode)
+    if not _warned:
+        _warned.append(mode)
         warnings.warn(
             "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
             stacklevel=2,
@@ -141,7 +141,7 @@ _clone, _to = torch.UntypedStorage.clone, torch.UntypedStorage.to
 
 
 def install():
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # it wants the functions of torch.cuda as they were
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # it needs the original functions of torch.cuda
     torch.version.cuda = "12.8"
     torch.UntypedStorage.clone, torch.UntypedStorage.to = clone_storage, move_storage
     given = {

@@ -1,4 +1,4 @@
-"""A process group that takes what NCCL takes, tensors of a device alone; gloo does the work on copies."""
+"""A process group that only accepts device tensors, as NCCL does, and uses gloo on copies."""
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ def install():
     wrap = nn.parallel.DistributedDataParallel.__init__
 
     def wrap_and_wait(*args, **kwargs):
-        # Lightning has it send the weights on a stream of its own, and nothing but time makes the first step wait.
+        # Lightning broadcasts the weights on a separate stream, and does not synchronize it with the first step.
         wrap(*args, **kwargs)
         torch.cuda.synchronize()
 

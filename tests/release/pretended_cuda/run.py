@@ -1,16 +1,15 @@
-"""Runs the tests for CUDA, or any other command, on pretended devices: on a CPU, with a torch without CUDA.
+"""Run the tests for CUDA, or any other command, on simulated devices: on a CPU, with a torch built without CUDA.
 
     python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] [PYTEST ARGUMENTS]
     python tests/release/pretended_cuda/run.py [--devices N] [--folder DIR] --module examples.demo --device cuda
 
-A pretended device has the host's memory and the CPU's kernels. It shows tensors on the wrong device, waits for the
-device, bytes asked for, NCCL's refusal of host tensors, and whatever else differs between the two kinds of device. Work
-is done at once, yet a stream that uses memory which another one still works on, with neither a wait nor a record_stream
-between them, gets an error, and a copy to pinned memory arrives when the host has waited for it. It shows no speed,
-nothing of NCCL's streams, and nothing of DALI on a GPU.
+A simulated device uses the host's memory and the CPU's kernels. It detects tensors on the wrong device, synchronization
+with the host, allocated bytes, and host tensors in NCCL calls. Operations run immediately, but a stream that uses
+memory which another stream still uses, without synchronization or ``record_stream``, raises an error, and a copy to pinned
+memory is complete only after the host has synchronized. Speed, NCCL's streams, and DALI on a GPU are not simulated.
 
-Arguments for pytest come on top of those that choose the tests; a path takes the place of tests/gpu. Needs a C++
-compiler and ninja; built for the torch of constraints.txt.
+Arguments for pytest are added to those that select the tests; a path replaces tests/gpu. Requires a C++ compiler and
+ninja, and the torch version of constraints.txt.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-# What only a real device can answer.
+# Tests that require a real device.
 REAL = (
     "tests/gpu/test_dali.py",
     "tests/gpu/test_device_prefetch.py::test_throughput_is_that_of_data_on_the_device",
@@ -30,7 +29,7 @@ REAL = (
 
 
 def build(folder):
-    """Compile the sources and return the library; unchanged ones are not compiled again."""
+    """Compile the sources unless they are unchanged, and return the library."""
     from torch.utils.cpp_extension import load
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Python imports this by itself where its folder is on PYTHONPATH: then processes that are started pretend as well."""
+"""Python imports this module if its folder is on PYTHONPATH, so child processes also have simulated devices."""
 
 import os
 

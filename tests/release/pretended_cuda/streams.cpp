@@ -1,5 +1,5 @@
-// Happens-before, with a vector clock for each stream (Lamport, 1978; Mattern, 1989), and an error where work on one
-// stream uses memory that another one still works on. A real device would give wrong numbers there, now and then.
+// Happens-before with a vector clock for each stream (Lamport, 1978; Mattern, 1989). Raises an error if a stream uses
+// memory that another stream still uses, which sometimes gives wrong results on a real device.
 #include "streams.h"
 
 #include <c10/util/Exception.h>
@@ -20,10 +20,10 @@ struct Copy {
 
 std::recursive_mutex lock;
 using Locked = std::lock_guard<std::recursive_mutex>;
-std::map<int64_t, Clock> clocks;  // what is over when a stream begins its next work
-Clock host;                       // what is over for certain
+std::map<int64_t, Clock> clocks;  // completed work when a stream begins its next operation
+Clock host;                       // work that is known to be complete
 std::vector<Copy> under_way;
-std::map<int64_t, std::vector<Clock>> free_again;  // by stream, what used memory that its next work may take
+std::map<int64_t, std::vector<Clock>> free_again;  // by stream: uses of memory that its next operation may reuse
 thread_local int64_t current_stream = 0;
 
 void join(Clock& clock, const Clock& other) {
@@ -120,7 +120,7 @@ void host_waits_for_all() {
 void arrives_later(const at::Tensor& to, const at::Tensor& from) {
   Locked guard(lock);
   auto alias = to.detach();
-  alias.fill_(77);  // what is read too early is seen
+  alias.fill_(77);  // makes reads before synchronization visible
   under_way.push_back({current_stream, ++clocks[current_stream][current_stream], alias, from.clone()});
 }
 

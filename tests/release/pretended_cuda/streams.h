@@ -1,4 +1,4 @@
-// Which work of which stream is over when: found out from the order of the calls, whatever the time they take.
+// Which work of each stream is complete, derived from the order of the calls and not from their duration.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,18 +8,18 @@
 
 namespace pretended {
 
-using Clock = std::map<int64_t, int64_t>;  // of each stream, how much of its work is over
+using Clock = std::map<int64_t, int64_t>;  // for each stream, the number of its completed operations
 
-struct Block {  // of a device's memory
+struct Block {  // a block of device memory
   void* data;
   int64_t size, home;            // in bytes; the stream that it was allocated on
-  std::pair<int64_t, int64_t> written{0, 0};  // the stream, and the number of its work
+  std::pair<int64_t, int64_t> written{0, 0};  // the stream and the number of the operation
   Clock read{};
   std::set<int64_t> kept{};  // streams of record_stream
 };
 
-int64_t on_stream(int64_t id = -1);  // makes another stream the thread's current one, and returns the one before
-void used(const at::Tensor& tensor, bool written, const char* by);  // work on the current stream
+int64_t on_stream(int64_t id = -1);  // sets the thread's current stream and returns the previous one
+void used(const at::Tensor& tensor, bool written, const char* by);  // an operation on the current stream
 void keep(const c10::DataPtr& memory, int64_t stream);              // record_stream
 void given_back(const Block& block);
 
@@ -29,7 +29,7 @@ void host_waits(const Clock& event);               // the host for an event,
 void host_waits_for(int64_t stream);               // for a stream,
 void host_waits_for_all();                         // and for the device
 
-/// Let a copy to pinned memory arrive when the host has waited for it, and not before.
+/// Completes a copy to pinned memory only after the host has synchronized with it.
 void arrives_later(const at::Tensor& to, const at::Tensor& from);
 
 }  // namespace pretended
