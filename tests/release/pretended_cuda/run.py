@@ -5,8 +5,9 @@
 
 A simulated device uses the host's memory and the CPU's kernels. It detects tensors on the wrong device, synchronization
 with the host, allocated bytes, and host tensors in NCCL calls. Operations run immediately, but a stream that uses
-memory which another stream still uses, without synchronization or ``record_stream``, raises an error, and a copy to pinned
-memory is complete only after the host has synchronized. Speed, NCCL's streams, and DALI on a GPU are not simulated.
+memory which another stream still uses, without synchronization or ``record_stream``, raises an error, and a copy to
+pinned memory is complete only after the host has synchronized. Speed, NCCL's streams, and DALI on a GPU are not
+simulated.
 
 Arguments for pytest are added to those that select the tests; a path replaces tests/gpu. Requires a C++ compiler and
 ninja, and the torch version of constraints.txt.
