@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools += ["Accelerate"] * (importlib.util.find_spec("accelerate") is not None)
     counts = [count(tool, options.only) for tool in tools]
     print_lines(
-        f"Samples of {SAMPLES} in the epoch, seen twice / never:", "", f"| What changes | {' | '.join(tools)} |"
+        f"Of {SAMPLES} samples of the epoch, seen twice / never:", "", f"| What changes | {' | '.join(tools)} |"
     )
     print_lines("|---" * (len(tools) + 1) + "|")
     for case, *row in zip(options.only, *counts, strict=True):

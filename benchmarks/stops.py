@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = [(stops, workers) for workers in (0, 2) for stops in (1, 3)]
     heads = [f"{stops} {'stop' if stops == 1 else 'stops'}, {workers} workers" for stops, workers in columns]
     print_lines(
-        f"Samples of {EPOCHS} epochs of {SAMPLES}: seen twice / never / in the same order. Stops are at random batches "
+        f"Of {EPOCHS} epochs of {SAMPLES} samples: seen twice / never / in the same order. Stops are at random batches "
         "and at the ends of the epochs:",
         "",
         f"| Loader | {' | '.join(heads)} |",
