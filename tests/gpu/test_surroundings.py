@@ -134,7 +134,7 @@ def test_the_doctor_suppresses_torchs_warning_about_the_debug_mode(monkeypatch):
             fit(Net(), callbacks=[doctor])
     finally:
         torch.set_warn_always(always)
-    assert doctor.report.facts.watched == 2
+    assert doctor.report.facts.seen.watched == 2
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
