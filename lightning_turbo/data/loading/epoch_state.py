@@ -12,7 +12,7 @@ from lightning_turbo.errors import TurboWarning
 
 __all__ = ["EpochState", "GeneratorStates", "OrderStart", "StreamPlace", "used_states", "warn_of_last_pass"]
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
