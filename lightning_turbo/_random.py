@@ -60,16 +60,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def shared_state(held: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the states of the global RNGs of torch (CPU), Python and, if imported, NumPy, and of the ``held`` ones.
+    """Return the states of the global RNGs of torch (CPU), Python and NumPy, and of the ``held`` ones.
 
-    Holds tensors and plain Python objects only, so that a checkpoint with it loads with ``weights_only=True``.
+    A program may have given NumPy another bit generator than MT19937; its state is left out. Holds tensors and plain Python objects only, so that a checkpoint with it loads with ``weights_only=True``.
     """
     state: dict[str, Any] = {"torch": torch_state(), "random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        if kind == "MT19937":  # a program may have set a generator without such a state
-            state["numpy"] = [torch.from_numpy(keys.astype("int64")), *rest]
+    numpy: Any = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] == "MT19937":
+        keys, position = numpy["state"]["key"], numpy["state"]["pos"]
+        state["numpy"] = [torch.from_numpy(keys.astype("int64")), position, numpy["has_gauss"], numpy["gauss"]]
     if held:
         state["held"] = [generator_state(generator) for generator in held]
     return state
@@ -131,10 +130,9 @@ def set_shared_state(state: dict[str, Any], held: Sequence[Any] = ()) -> None:
     torch.set_rng_state(state["torch"])
     if "random" in state:
         random.setstate(state["random"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
+    if "numpy" in state:
         keys, *rest = state["numpy"]
-        numpy.random.set_state(("MT19937", keys.numpy(), *rest))
+        np.random.set_state(("MT19937", keys.numpy(), *rest))
     for generator, own in zip(held, state.get("held", ()), strict=False):
         set_generator_state(generator, own)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import random
 from collections import Counter
@@ -172,8 +173,10 @@ class _Run:
             _set_epoch(loader, epoch)
         iterators = [iter(loader) for loader in self._loaders]
         done = 0
-        for place in [*places, None]:
-            while place is None or done < place:
+        stops = iter(places)
+        while True:
+            place = next(stops, math.inf)
+            while done < place:
                 step = [next(iterator, None) for iterator in iterators]
                 if step[0] is None:
                     return

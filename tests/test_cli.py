@@ -1,5 +1,7 @@
 """The command line: accepted and refused arguments, and its messages."""
 
+import errno
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +36,13 @@ def test_help_is_fast_because_nothing_heavy_is_imported():
     assert {"pack", "convert", "doctor", "tune"} == described.keys() - {"COMMAND"}
 
 
-def test_version(capsys):
+@pytest.mark.parametrize("start", [
+    lambda: cli.main(["--version"]), lambda: runpy.run_module("lightning_turbo", run_name="__main__"),
+], ids=["lightning-turbo", "python -m lightning_turbo"])  # fmt: skip
+def test_version(capsys, monkeypatch, start):
+    monkeypatch.setattr(sys, "argv", ["lightning-turbo", "--version"])
     with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
+        start()
     assert end.value.code == 0
     assert capsys.readouterr().out == f"lightning-turbo {lightning_turbo.__version__}\n"
 
@@ -72,6 +78,7 @@ def test_a_misspelled_name_of_the_package_gets_a_suggestion(capsys):
     (("pack", "a", "b", "--lables", "3"), "arguments: --lables 3; did you mean --labels? Try: lightning-turbo pack"),
     (("convert", "a", "b", "--perfix", "x"), "did you mean --prefix?"),
     (("doctor", "--timed", "none", "train.py"), "invalid int value: 'none'"),
+    (("pack", "a", "b", "--size", "224"), "size '224': expected HEIGHTxWIDTH in pixels, such as 224x224, or DEPTHx"),
 ])  # fmt: skip
 def test_invalid_input_is_refused_with_a_message(capsys, argv, message):
     assert message in refused(capsys, *argv)
@@ -86,6 +93,22 @@ def test_pack(capsys, tmp_path):
     assert np.load("packed/labels.npy").tolist() == [0, 1]
     assert "packed" in refused(capsys, "pack", "scans", "packed")
     assert cli.main(["pack", "scans", "packed", "--overwrite"]) == 0
+
+
+def test_pack_warns_in_one_line_where_files_have_no_locks(capsys, monkeypatch):
+    Path("scans/a").mkdir(parents=True)
+    np.save("scans/a/1.npy", np.ones((2, 3), dtype=np.float32))
+
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    assert cli.main(["pack", "scans", "packed"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("packed: 1 samples")
+    (line,) = said.err.splitlines()
+    assert line.startswith("lightning-turbo: warning: The file system of ")
+    assert line.endswith("has no locks. Let one process pack, and start the others when it is done.")
 
 
 def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 
@@ -103,6 +104,43 @@ def test_without_file_locks_files_are_written_and_nothing_is_removed(tmp_path, m
         part.write_text("whole")
     assert (tmp_path / "b").read_text() == "whole"
     assert len(list(tmp_path.glob(".a.*.partial"))) == 1
+
+
+@pytest.mark.parametrize(("raised", "named"), [
+    (OSError(errno.EIO, "Input/output error"), "report.json"),
+    (FileNotFoundError(errno.ENOENT, "No such file", "input.json"), "input.json"),
+], ids=["without a name", "another file"])  # fmt: skip
+def test_an_error_in_the_block_names_the_file_and_never_the_temporary_one(raised, named):
+    with pytest.raises(OSError, match=raised.strerror) as error, whole_file("report.json"):
+        raise raised
+    assert error.value.filename == named
+    assert os.listdir() == []
+
+
+def test_windows_renames_a_closed_file_and_keeps_what_it_cannot_tell_from_a_write_in_progress(tmp_path, monkeypatch):
+    """It has no file locks, does not rename an open file, and cannot flush a folder."""
+    leftover = tmp_path / f".a.{_files._MACHINE}-{'0' * 32}.partial"
+    leftover.touch()
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.delattr(os, "O_DIRECTORY")
+    rename, written = os.replace, []
+
+    def rename_if_closed(source, target):
+        written.append(os.stat(source).st_ino)
+        assert not any(os.fstat(int(number)).st_ino in written for number in open_files())
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", rename_if_closed)
+    with runpy.run_path(_files.__file__)["whole_file"](tmp_path / "a") as part:
+        part.write_text("whole")
+    assert len(written) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [leftover.name, "a"]
+    assert (tmp_path / "a").read_text() == "whole"
+
+
+def open_files():
+    """Numbers of the open files of this process."""
+    return [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]
 
 
 def test_a_link_is_replaced_with_follow_link_false(tmp_path):

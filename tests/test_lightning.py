@@ -1,5 +1,6 @@
 """Both packages of Lightning are supported in any order of imports, and a mismatch raises an explanatory error."""
 
+import contextlib
 import functools
 import json
 import os
@@ -191,3 +192,59 @@ def test_the_package_whose_trainer_requests_a_strategy_is_bound(monkeypatch):
         _lightning.LightningMismatchError, match=r"strategy='turbo' is built on pytorch_lightning, because its"
     ):
         _lightning._make_for("lightning.pytorch", "turbo", lambda: None)
+
+
+def find_no_spec(name, *more):
+    return None
+
+
+@contextlib.contextmanager
+def unbound(variable):
+    """As in a program that has bound no copy yet, with this value of the environment variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        for attribute, value in (("_bound", None), ("_reason", ""), ("_guessed", False)):
+            patch.setattr(_lightning, attribute, value)
+        patch.delenv(_lightning.VARIABLE, raising=False)
+        if variable is not None:
+            patch.setenv(_lightning.VARIABLE, variable)
+        yield patch
+
+
+@pytest.mark.parametrize(("variable", "bind", "installed", "name", "reason"), [
+    ("pytorch_lightning", None, True, "pytorch_lightning", "LIGHTNING_TURBO_LIGHTNING says so"),
+    (None, None, False, "pytorch_lightning", "it is the only one installed"),
+    (None, None, True, "lightning.pytorch", "no Lightning was imported before it"),
+    (None, "pytorch_lightning", True, "pytorch_lightning", "bind_lightning was called"),
+    ("lightning.pytorch", "pytorch_lightning", True, "pytorch_lightning", "bind_lightning was called"),
+], ids=["variable", "only one", "neither", "by hand", "by hand against the variable"])  # fmt: skip
+def test_what_binds_a_copy_before_one_is_imported(variable, bind, installed, name, reason):
+    with unbound(variable) as patch:
+        patch.setattr(_lightning, "_loaded", list)
+        if not installed:
+            patch.setattr("importlib.util.find_spec", find_no_spec)
+        if bind is not None:
+            lightning_turbo.bind_lightning(bind)
+        assert _lightning.bound_name() == name
+        assert reason in _lightning._reason
+        assert _lightning._guessed is (reason == "no Lightning was imported before it")
+
+
+def test_a_misspelt_variable_is_refused():
+    with unbound("lightning"), pytest.raises(ValueError, match=r"or 'pytorch_lightning', got 'lightning'\."):
+        _lightning.bound_name()
+
+
+def test_the_look_for_imports_ends_once_both_copies_are_imported(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in _lightning.NAMES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = list(sys.meta_path)
+    _lightning.when_lightning_is_imported(told.append)
+    (finder,) = (each for each in sys.meta_path if each not in before)
+    for name in _lightning.NAMES:
+        assert finder in sys.meta_path
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        finder._imported(name)
+    assert told == list(_lightning.NAMES)
+    assert sys.meta_path == before

@@ -1,11 +1,12 @@
 """Traversals of the tensors in a batch with shared or cyclic references."""
 
 import dataclasses
+from types import MappingProxyType
 
 import pytest
 import torch
 
-from lightning_turbo._pytree import map_tensors, tensors_in
+from lightning_turbo._pytree import map_tensors, move_batch, tensors_in
 
 
 class Node:
@@ -77,3 +78,27 @@ def test_shared_objects_stay_shared_and_unchanged_ones_are_not_copied():
     assert first is second[0]
     assert first.x.dtype is torch.float64
     assert kept is whole
+
+
+def test_a_read_only_mapping_becomes_a_dict_where_a_tensor_changes():
+    whole = MappingProxyType({"x": torch.ones(1), "name": "a"})
+    twin = map_tensors(whole, double)
+    assert type(twin) is dict
+    assert (twin["x"].dtype, twin["name"]) == (torch.float64, "a")
+    assert whole["x"].dtype is torch.float32
+    assert map_tensors(whole, lambda tensor: tensor) is whole
+
+
+class Unreadable:
+    """Moves itself by a method whose arguments Python cannot tell, like one of an extension in C."""
+
+    def to(self, device):
+        return self, device
+
+    to.__signature__ = 0
+
+
+def test_an_object_whose_arguments_cannot_be_read_is_moved_without_further_ones():
+    device = torch.device("cpu")
+    batch = Unreadable()
+    assert move_batch({"object": batch}, device)["object"] == (batch, device)

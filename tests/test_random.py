@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_turbo import _random
-from lightning_turbo._random import GeneratorWatch, generators_in, parts_in
+from lightning_turbo._random import GeneratorWatch, generators_in, parts_in, set_shared_state, shared_state
 from lightning_turbo.data import PrefetchLoader, seed_samples
 from tests.data.samples import holds_in_a_fork
 
@@ -264,3 +264,20 @@ def test_a_process_forked_while_a_thread_reads_states_has_garbage_collection_and
     release.set()
     thread.join()
     assert is_free()
+
+
+def test_another_bit_generator_of_numpys_global_functions_is_left_alone():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        state = shared_state()
+        number = np.random.random()
+        set_shared_state(state)
+        assert "numpy" not in state
+        assert np.random.random() != number  # its state is neither saved nor set
+    finally:
+        np.random.set_bit_generator(before)
+    state = shared_state()
+    number = np.random.normal()
+    set_shared_state(state)
+    assert np.random.normal() == number

@@ -35,12 +35,18 @@ def make(cls=PrefetchLoader, data=DATA, **settings):
     return lambda workers: cls(data, batch_size=4, num_workers=workers, **settings)
 
 
+def of_the_batch(samples):
+    """A batch with one number of its own, beside those of its samples."""
+    return torch.tensor(samples), torch.tensor(sum(samples))
+
+
 @pytest.mark.parametrize("make_loader", [
     make(shuffle=True), make(), make(StatefulDataLoader, shuffle=True),
     lambda workers: PrefetchLoader(Stream(), batch_size=4),
     lambda workers: PrefetchLoader([{"text": f"{row}", "row": row} for row in range(10)], batch_size=3, shuffle=True),
     lambda workers: PrefetchLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, 1)),
-], ids=["shuffled", "in order", "torchdata", "stream", "texts", "one rank"])  # fmt: skip
+    lambda workers: PrefetchLoader(range(10), batch_size=3, shuffle=True, collate_fn=of_the_batch),
+], ids=["shuffled", "in order", "torchdata", "stream", "texts", "one rank", "no samples"])  # fmt: skip
 def test_loaders_that_resume_exactly_pass(make_loader):
     check_resume(make_loader, workers=(0,))
 
@@ -84,6 +90,7 @@ class Skips(StatefulDataLoader):
 @pytest.mark.parametrize(("make_loader", "message"), [
     (make(Forgets), r"workers=0: epoch 0, stopped after samples \[.*\]: \d+ of 24 samples were seen once too often \("),
     (make(Skips), r"of 24 samples were seen never \("),
+    (make(Skips, range(24), collate_fn=of_the_batch), r"of 6 samples were seen never \("),
     (make(Skips, shuffle=True), r"epoch 1, .* of 24 samples were seen never \("),
 ])  # fmt: skip
 def test_the_error_describes_the_samples(make_loader, message):
