@@ -42,10 +42,12 @@ def _lists_of(module: nn.Module) -> Iterator[Position]:
         # The module notices the replaced weights and rebuilds these lists.
         yield from (Position(module, own, name, "rnn list") for name in _RNN_LISTS)
         return
-    # For example a tied decoder that holds the encoder's weight in a tuple.
-    for name, value in own.items():
-        if name not in _OWN_DICTS and _holds_weights(value):
-            yield Position(module, own, name, "beside")
+    yield from (Position(module, own, name, "beside") for name in attributes_with_weights(module))
+
+
+def attributes_with_weights(module: nn.Module) -> list[str]:
+    """Return the names of a module's other attributes that refer to weights, such as a tied decoder's tuple."""
+    return [name for name, value in vars(module).items() if name not in _OWN_DICTS and _holds_weights(value)]
 
 
 def _buffers_of(module: nn.Module, dtype: torch.dtype) -> Iterator[Position]:

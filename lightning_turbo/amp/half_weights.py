@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_turbo.amp.half_call import needs_cast
+from lightning_turbo._pytree import map_tensors
+from lightning_turbo.amp.half_call import attributes_with_weights, needs_cast
 from lightning_turbo.amp.half_forward import HalfForward
 from lightning_turbo.amp.levels import HALF_DTYPES
 from lightning_turbo.amp.run_hooks import add_run_hooks, remove_run_hooks
@@ -101,6 +102,17 @@ class HalfWeights:
         if isinstance(module, nn.RNNBase):
             wide["_flat_weights"] = [self._wide_of(weight) for weight in module._flat_weights]
             wide["_flat_weight_refs"] = [each if each is None else weakref.ref(each) for each in wide["_flat_weights"]]
+            return wide
+        stays = {
+            id(each)
+            for part, names in self._half_before.items()
+            for name, each in (*part._parameters.items(), *part._buffers.items())
+            if name in names
+        }
+        for name in attributes_with_weights(module):
+            wide[name] = map_tensors(
+                vars(module)[name], lambda each: each if id(each) in stays else self._wide_of(each)
+            )
         return wide
 
     def _wide_of(self, tensor: Any) -> Any:

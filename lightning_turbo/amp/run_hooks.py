@@ -59,12 +59,10 @@ def add_run_hooks(
 
 def remove_run_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> None:
     """Remove hooks; with the last one, also remove what ``add_run_hooks`` added for copies."""
-    hooked = _hooked.get(module)
     for handle in handles:
         handle.remove()
-        if hooked is not None and handle in hooked.handles:
-            hooked.handles.remove(handle)
-    if hooked is not None and not hooked.handles:
+        _hooked[module].handles.remove(handle)
+    if module in _hooked and not _hooked[module].handles:
         del _hooked[module]
         for name in _METHODS:
             vars(module).pop(name, None)

@@ -47,7 +47,7 @@ def lr_range(
         TypeError: If ``trainer`` is not a Trainer.
         ValueError: If a limit is out of range, or the curve has fewer than 5 finite losses or never falls.
 
-    The finder writes a temporary checkpoint to the Trainer's ``default_root_dir``.
+    Note:
         The finder writes a temporary checkpoint into the Trainer's ``default_root_dir``.
 
     Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.

@@ -9,6 +9,7 @@ from collections import OrderedDict, UserDict, defaultdict, deque
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from lightning_turbo import amp
@@ -72,6 +73,33 @@ def test_a_second_call_ends_the_first(level):
     amp.shutdown()
     with pytest.raises(AmpStateError, match="Call initialize first"):
         step(first, optimizer)
+
+
+@pytest.mark.parametrize("wraps", ["before", "during"])
+def test_after_the_end_an_optimizer_steps_by_itself_whoever_has_wrapped_its_step(wraps):
+    """A scheduler does; torch leaves its wrapper on the optimizer."""
+    model = net()
+    optimizer = sgd(model)
+    if wraps == "before":
+        LambdaLR(optimizer, lambda _: 1.0)
+    wrapper = vars(optimizer).get("step")
+    init(model, optimizer, "O2")
+    if wraps == "during":
+        LambdaLR(optimizer, lambda _: 1.0)
+    amp.shutdown()
+    if wraps == "before":
+        assert vars(optimizer)["step"] is wrapper is not None
+    before = weights(model)
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    assert not same(before, weights(model))
+
+
+def test_a_scaler_without_an_entry_in_a_state_keeps_its_own(caplog):
+    ready("O2", num_losses=2, loss_scale="dynamic")
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}})
+    assert [each["loss_scale"] for each in amp.state_dict().values()] == [8.0, 2.0**16]
+    assert caplog.messages == ["The state has 1 loss scalers, this run 2."]
 
 
 class Wrapper:

@@ -135,6 +135,41 @@ def test_a_loop_for_torchs_scaler_gives_the_same_bits(fused, unscales):
     assert ends[0][1] == ends[1][1] == 2.0**15
 
 
+def test_a_scale_of_one_is_as_torchs_scaler_that_is_not_enabled():
+    ends = []
+    for scaler in (ApexGradScaler(1.0), torch.amp.GradScaler("cpu", enabled=False)):
+        weight = Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight.sum() * INF).backward()
+        for _ in range(2):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        ends.append((weight.item(), weight.grad.item()))
+    assert ends[0] == ends[1] == (-INF, INF)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("scale", ["dynamic", 8.0])
+def test_several_losses_are_scaled_at_once(scale, kind):
+    losses = kind([torch.ones(2), kind([torch.ones((), dtype=torch.float16)])])
+    scaled = ApexGradScaler(scale).scale(losses)
+    wanted = torch.amp.GradScaler("cpu", 8.0 if scale == 8.0 else 2.0**16).scale(kind([torch.ones(2), torch.ones(())]))
+    assert type(scaled) is type(scaled[1]) is kind
+    assert torch.equal(scaled[0], wanted[0])
+    assert torch.equal(scaled[1][0], wanted[1])
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 8.0])
+def test_an_optimizer_without_gradients_takes_no_part_in_the_scale(scale):
+    optimizer, scaler = torch.optim.SGD([Parameter(torch.ones(1))], lr=1.0), ApexGradScaler(scale, growth_interval=1)
+    before = scaler.get_scale()
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == before
+    assert not scaler.was_skipped(optimizer)
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_loop_for_torchs_scaler_may_unscale_and_not_step(unscales):
     """As loops do that look at the norm of the gradients and drop a batch."""

@@ -174,6 +174,46 @@ def test_weights_beside_the_tree_are_cast_too(make, level, dtype):
     assert all(vars(net)[name] is value for name, value in hidden.items())
 
 
+class Rebinds(nn.Module):
+    """Gives its buffer another value in a call."""
+
+    def __init__(self, value, first):
+        super().__init__()
+        self.weight, self.value = nn.Parameter(torch.eye(4)), value
+        self.register_buffer("last", first)
+
+    def forward(self, x):
+        self.last = self.value
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("first", [torch.zeros(3), None], ids=["a tensor", "nothing"])
+@pytest.mark.parametrize("value", [
+    None, torch.full((3,), 1 / 3), torch.arange(3),
+], ids=["nothing", "float32", "integers"])  # fmt: skip
+def test_a_buffer_that_a_call_replaces_by_what_is_not_half_stays_what_it_is(value, first, level):
+    net, _ = initialized(nn.Sequential(Rebinds(value, first)), level)
+    for _ in range(3):
+        net(torch.ones(2, 4))
+        assert net[0].last is value
+    amp.shutdown()
+    assert net[0].last is value
+
+
+def test_a_copy_made_in_a_call_has_the_weights_beside_the_tree_in_float32(level):
+    class Copying(Cell):
+        def forward(self, x):
+            vars(self)["twin"] = copy.deepcopy(self)
+            return super().forward(x)
+
+    net, _ = initialized(Copying(), level)
+    net(torch.ones(2, 4))
+    twin = vars(net)["twin"]
+    assert [weight.dtype for weight in twin.all_weights[0]] == [torch.float32] * 2
+    assert torch.equal(twin.all_weights[0][0], net.w_in)
+    amp.shutdown()
+
+
 # What enters and leaves
 
 

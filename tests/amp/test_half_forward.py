@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_turbo import ApexAMP, ApexGradScaler, amp
+from lightning_turbo.amp.half_forward import HalfForward
 from lightning_turbo.errors import AmpUsageError
 from tests.integration.regression import LEVELS, Regression, apart, batches, fit, flat, layers
 
@@ -305,6 +306,18 @@ def test_an_error_in_half_precision_says_what_to_do():
     module.net.append(type("Fourier", (nn.Linear,), {"forward": lambda self, x: torch.fft.rfft(x).real})(1, 1))
     with pytest.raises(RuntimeError, match=r"(?s)BFloat16.*keep_fp32_modules=\[its name or its class\]"):
         fit(module, ApexAMP("O2"))
+
+
+@pytest.mark.parametrize(
+    ("said", "advised"), [("expected scalar type Half but found Float", True), ("no space", False)]
+)
+def test_only_errors_about_dtypes_get_advice(said, advised):
+    forward = HalfForward(torch.float16, None, keep_batchnorm_fp32=True)
+    with pytest.raises(RuntimeError) as error, forward.forward_context():
+        raise RuntimeError(said)
+    first, *advice = str(error.value).splitlines()
+    assert first == said
+    assert ("keep_fp32_modules" in "".join(advice)) is advised
 
 
 def test_a_weight_that_a_module_changes_in_its_call_keeps_the_change():

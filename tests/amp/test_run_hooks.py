@@ -68,6 +68,18 @@ class Frozen(nn.Module):
         return self.head(self.encoder(x.bfloat16()).to(self.head.weight.dtype))
 
 
+class Listed(Frozen):
+    """Holds its weights in a list, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 4), 0.3))
+        self.all_weights = [self.weight, (self.head.weight, self.encoder.weight)]
+
+    def forward(self, x):
+        return nn.functional.linear(super().forward(x @ self.all_weights[0]), self.all_weights[1][0])
+
+
 NETWORKS = {
     "layers": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
     "tied": Tied,
@@ -77,6 +89,7 @@ NETWORKS = {
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
     "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
     "a part frozen in half": Frozen,
+    "weights in a list": Listed,
 }
 
 
@@ -135,6 +148,10 @@ def test_a_copy_is_a_plain_float32_network(network, way, level, dtype):
     assert torch.equal(twins[1](x), plain(x))
     if network == "tied":
         assert twins[1].last.weight is twins[1].first.weight
+    if network == "weights in a list":
+        first, (second, third) = twins[1].all_weights
+        assert (first is twins[1].weight, second is twins[1].head.weight) == (True, True)
+        assert third is twins[1].encoder.weight
     # The network itself is as before the copy: half in calls, and given back at the end.
     with amp.scale_loss(net(torch.ones(3, 4)).float().square().mean(), optimizer) as scaled:
         scaled.backward()

@@ -170,8 +170,7 @@ class Packing:
             with contextlib.closing(RowWriter(folder, journal)) as writer:
                 self._append_all(writer, encoder)
                 self._report(writer)
-                if writer.count:
-                    writer.finish()
+                writer.finish()
             arrays = encoder.template
             if beside:
                 arrays = tuple(name for name in arrays if name not in beside)

@@ -1,9 +1,11 @@
 """pack: the samples of any dataset, whole or not at all, and what is left when it is interrupted."""
 
+import errno
 import functools
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_turbo.data import PackedDataset, pack
+from lightning_turbo.errors import TurboWarning
 from tests.data.packed.files import Samples, files_of, scan
 
 SHAPES = {
@@ -211,3 +214,23 @@ def test_an_empty_dataset_and_a_batch_transform_of_different_shapes_are_refused(
         PackedDataset(tmp_path / "out", transform=list)
     packed = PackedDataset(tmp_path / "out", sample_transform=lambda sample: sample.float().mean())
     assert default_collate(packed.__getitems__([0, 1])).tolist() == [packed[0], packed[1]]
+
+
+def test_without_locks_of_files_it_packs_as_well(tmp_path, monkeypatch):
+    """As on Windows."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert pack(Samples(scan), tmp_path / "out")["samples"] == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.ENOLCK, False), (errno.EIO, True)])
+def test_a_lock_that_fails_stops_a_call_unless_the_file_system_has_none(tmp_path, monkeypatch, number, refused):
+    def fail(file, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.lockf", fail)
+    with (
+        pytest.raises(OSError, match="error") if refused else pytest.warns(TurboWarning, match="has no locks. Let one")
+    ):
+        pack(Samples(scan), tmp_path / "out")
+    assert (tmp_path / "out").exists() is not refused

@@ -8,6 +8,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_turbo.data import PackedDataset, pack
+from lightning_turbo.data.packed import rows
 from tests.data.packed.files import Samples, files_of, scan
 
 
@@ -37,6 +38,22 @@ def test_an_interruption_at_the_end_goes_on_too(tmp_path, monkeypatch, field):
     dataset = Samples(make)
     pack(dataset, tmp_path / "out")
     assert dataset.asked == [0]
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_an_interruption_in_the_first_sample_goes_on(tmp_path, monkeypatch):
+    """Its files are there, and the journal counts nothing yet."""
+    write = rows._write
+
+    def interrupt(data, index, value):
+        write(data, index, value)
+        raise KeyboardInterrupt
+
+    pack(Samples(scan), tmp_path / "whole")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(rows, "_write", interrupt)
+        pack(Samples(scan), tmp_path / "out")
+    pack(Samples(scan), tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
