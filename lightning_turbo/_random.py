@@ -62,7 +62,8 @@ if hasattr(os, "register_at_fork"):
 def shared_state(held: Sequence[Any] = ()) -> dict[str, Any]:
     """Return the states of the global RNGs of torch (CPU), Python and NumPy, and of the ``held`` ones.
 
-    A program may have given NumPy another bit generator than MT19937; its state is left out. Holds tensors and plain Python objects only, so that a checkpoint with it loads with ``weights_only=True``.
+    A program may have given NumPy another bit generator than MT19937; its state is left out. Holds tensors and plain
+    Python objects only, so that a checkpoint with it loads with ``weights_only=True``.
     """
     state: dict[str, Any] = {"torch": torch_state(), "random": random.getstate()}
     numpy: Any = np.random.get_state(legacy=False)

@@ -265,7 +265,7 @@ class _Clock:
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self._end = None if limit is None else time.monotonic() + limit
-        self._last: float | None = None
+        self._last = time.monotonic()
         self._longest = 0.0
 
     def start(self) -> None:
@@ -276,8 +276,7 @@ class _Clock:
         if self._end is None or self._limit is None:
             return False
         now = time.monotonic()
-        if self._last is not None:
-            self._longest = max(self._longest, now - self._last)
+        self._longest = max(self._longest, now - self._last)
         self._last = now
         return self._end - now < 2 * self._longest + min(60.0, self._limit / 10)
 

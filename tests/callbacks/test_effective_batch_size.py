@@ -85,7 +85,12 @@ def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
     assert trainer.global_step == 9 + 10
 
 
+class Manual(Net):
+    automatic_optimization = False
+
+
 @pytest.mark.parametrize(("make", "message"), [
+    (lambda: fit(Manual(), EffectiveBatchSize(8, batch_size=4)), "manual optimization sets its own windows. Remove"),
     (lambda: EffectiveBatchSize(8, batch_size=0), "batch_size: expected an integer of 1 or more, got 0"),
     (lambda: fit(Net(), EffectiveBatchSize(10, batch_size=4)), r"=10\): expected a multiple of 4, .* for example 12\."),
     (lambda: fit(Net(), EffectiveBatchSize(8, batch_size=2)), r"batch_size=2\): expected the batch size .*has 4"),

@@ -1,5 +1,7 @@
 """ExactAccumulation in a Trainer, against the gradients of big batches in a plain loop."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, ExactAccumulation
+from lightning_turbo.callbacks.exact_accumulation import _sum_over_ranks
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -145,6 +148,38 @@ class Second(ExactAccumulation):
 def test_what_accumulates_otherwise_is_refused(model, make, message):
     with pytest.raises((MisconfigurationException, TypeError), match=message):
         fit(model(), ExactAccumulation(), *make())
+
+
+def test_a_strategy_that_accumulates_is_refused_in_training_alone():
+    strategy = type("DeepSpeedStrategy", (), {"handles_gradient_accumulation": True})()
+    callback = ExactAccumulation()
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[callback])
+    for stage in ("validate", "test", "predict"):
+        callback.setup(trainer, Net(), stage)
+        callback.setup(trainer, Manual(), stage)
+    with pytest.raises(MisconfigurationException, match=r"DeepSpeedStrategy accumulates too\. Remove"):
+        callback.setup(trainer, Net(), "fit")
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_window_without_a_loss_leaves_the_weights():
+    class Never(Net):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    model = fit(Never(), ExactAccumulation(), n=9, max_epochs=1, accumulate_grad_batches=2)
+    assert model.gradients == [[], []]
+    assert all(map(torch.equal, model.parameters(), Net().parameters()))
+
+
+@pytest.mark.parametrize("total", [3, 2.5, torch.tensor(3), torch.tensor(2.5, dtype=torch.float16)])
+def test_weights_of_ranks_are_added_in_float64(total):
+    def reduce(own, reduce_op):
+        assert reduce_op == "sum"
+        return own + 2**40 + 0.25  # of the other ranks
+
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
+    assert _sum_over_ranks(strategy, total).item() == float(total) + 2**40 + 0.25
 
 
 def test_batches_of_a_window_that_an_epoch_left_open_do_not_count_in_the_next():

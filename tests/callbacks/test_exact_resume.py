@@ -1,12 +1,16 @@
 """What a checkpoint of ``ExactResume`` holds of validation loaders, and what it leaves to Lightning."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
+from lightning_turbo.callbacks.resume import loaders, random_states, resharded, schedulers
+from lightning_turbo.data.loading.epoch_state import EpochState, StreamPlace
 from tests.data.samples import Rows
 from tests.integration.noting import Save
 from tests.trainers import quiet_trainer
@@ -132,6 +136,107 @@ def test_a_loader_that_gives_no_state_is_one_without(tmp_path):
     rest, _ = fit(ExactResume(), loaders=loaders(), ckpt=tmp_path / "at.ckpt")
     assert rest.trained == whole.trained[4:]
     assert rest.trained
+
+
+# The parts of ExactResume, each by itself
+
+
+def drawing(number):
+    """A loader that holds so many generators: one of its own, and those of its sampler."""
+    generators = [torch.Generator().manual_seed(each) for each in range(number)]
+    data = Rows(8, noisy)
+    sampler = RandomSampler(data, generator=generators[1]) if number == 2 else None
+    return PrefetchLoader(data, 4, sampler=sampler, shuffle=sampler is None, generator=generators[0])
+
+
+def order(loader):
+    return [batch[:, 0].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize(("saved", "now"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+def test_a_loader_made_again_draws_as_the_one_before_if_it_holds_as_many_generators(saved, now):
+    before, fresh = drawing(saved), order(drawing(now))
+    whole = [order(before) for _ in range(2)]
+    after = DataLoader(Rows(8, noisy), 4), drawing(now)
+    loaders._set_generators_of_new_loaders(SimpleNamespace(flattened=after), [state_after(saved)])
+    assert order(after[1]) == (whole[1] if saved == now else fresh)
+
+
+def state_after(number):
+    """The state of such a loader after its first epoch."""
+    loader = drawing(number)
+    order(loader)
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize("held", [1, 0, 2])
+def test_a_loader_that_counts_nothing_gets_the_states_of_as_many_generators(held):
+    loader = DataLoader(Rows(8, noisy), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    (states,) = loaders.states_of_generators(SimpleNamespace(flattened=[loader]))
+    before = order(loader)
+    loaders._set_generators(SimpleNamespace(flattened=[loader]), [(states * 2)[:held]])
+    assert (order(loader) == before) is (held == 1)
+
+
+def test_an_error_of_a_loader_that_cannot_be_made_is_the_users_to_see():
+    class Loop:
+        _combined_loader = None
+
+        def setup_data(self):
+            raise ValueError("no such folder")
+
+        def _load_combined_loader_states(self):
+            raise AssertionError("there are no loaders")
+
+    loop = Loop()
+    replaced = loaders.set_aside(loop)
+    with pytest.raises(ValueError, match="no such folder"):
+        loop.setup_data()
+    for each in replaced:
+        each.put_back()
+    assert vars(loop) == {}
+
+
+def test_of_a_rank_that_an_error_left_alone_the_latest_value_of_a_plateau_is_saved(monkeypatch):
+    """Computing it would wait for the other ranks."""
+
+    class Alone:
+        lr_scheduler_configs = (SimpleNamespace(reduce_on_plateau=True, monitor="loss"),)
+        _logger_connector = SimpleNamespace(_callback_metrics={"loss": torch.tensor(2.0), "other": torch.tensor(1.0)})
+
+        @property
+        def callback_metrics(self):
+            raise AssertionError("waits for ever")
+
+    monkeypatch.setattr(schedulers, "rank_and_size", lambda: (0, 2))
+    try:
+        raise KeyError("of this rank")
+    except KeyError:
+        assert schedulers.monitored(Alone()) == {"loss": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize(("state", "calls"), [
+    ({"cuda": "its own"}, [("state", "its own")]), ({"seed": 5}, [("seed", 5)]), ({}, []),
+])  # fmt: skip
+def test_the_generator_of_a_device_gets_its_state_or_that_of_a_new_rank(state, calls, monkeypatch):
+    called = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda own, device: called.append(("state", own)))
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: called.append(("seed", seed)))
+    numbers = torch.get_rng_state()
+    torch.rand(1)
+    random_states.set_random_states(torch.device("cuda", 0), {"torch": numbers, **state})
+    assert called == calls
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+@pytest.mark.parametrize(("state", "used"), [
+    (EpochState(consumed=3), (12, 6)),  # of an order that is not known: batches are counted
+    (EpochState(consumed=3, stream=StreamPlace("Rows", 4, 1, 8, 2)), (12, 12)),  # two of 4 beside one after the change
+    (EpochState(consumed=0), None), (EpochState(consumed=3, over=True), None),
+])  # fmt: skip
+def test_what_ranks_without_a_known_order_have_used(state, used):
+    restored = SimpleNamespace(ranks=2)
+    assert resharded._count_samples(state, restored, was=4, now=2) == used
 
 
 def train_loaders(kind):

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_turbo import FusedOptimizers
+from lightning_turbo.callbacks.fused_optimizers import can_fuse, fuse
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -46,6 +47,27 @@ def test_a_fused_step_is_that_of_the_constructor(times):
     made = fit(Module(adam), FusedOptimizers(), times=times)
     asked = fit(Module(lambda parameters: adam(parameters, fused=True)), times=times)
     assert torch.equal(made.net.weight, asked.net.weight)
+
+
+@pytest.mark.parametrize("make", [
+    adam, torch.optim.AdamW, lambda parameters, **options: torch.optim.SGD(parameters, 0.1, momentum=0.9, **options),
+    lambda parameters, **options: torch.optim.Adagrad(parameters, 0.1, **options),
+], ids=["Adam", "AdamW", "SGD", "Adagrad"])  # fmt: skip
+def test_an_optimizer_goes_on_fused_with_the_state_that_it_has(make):
+    """As one from a checkpoint does."""
+    ends = []
+    for options in ({}, {"fused": True}):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(4))
+        optimizer = make([weight], **options)
+        for number in range(4):
+            if number == 2 and can_fuse(optimizer):
+                fuse(optimizer)
+            weight.grad = weight.detach() * (number + 1)
+            optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is True
+        ends.append(weight.detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
 def test_an_optimizer_that_cannot_be_fused_is_told():

@@ -1,5 +1,7 @@
 """GradToNone: no number changes, every hook sees the gradients that it sees without, and the forward pass has none."""
 
+import copy
+import pickle
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_turbo import ApexAMP, GradToNone, TurboStrategy
+from lightning_turbo import ApexAMP, GradToNone, Preemption, TurboStrategy
 from lightning_turbo.errors import NoEffectWarning
 from tests.trainers import quiet_trainer
 
@@ -221,6 +223,18 @@ def test_a_hook_that_reads_gradients_after_the_forward_pass_keeps_them_and_it_wa
     module = Late()
     module.on_before_zero_grad = None
     assert not fit(module, GradToNone()).held[1]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+@pytest.mark.parametrize("make", [GradToNone, Preemption])
+def test_a_copy_made_in_a_run_undoes_nothing_of_it(make, duplicate):
+    """Of a Trainer that is copied or sent to a process, teardown is called again."""
+    callback, undone = make(), []
+    callback._cleanup.callback(undone.append, "once")
+    duplicate(callback).teardown(None, None, "fit")
+    assert undone == []
+    callback.teardown(None, None, "fit")
+    assert undone == ["once"]
 
 
 def test_nothing_is_left_on_optimizers_and_strategy():

@@ -24,8 +24,10 @@ def test_lr_range_proposes_bounds_and_leaves_the_model_alone():
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: lr_range(quiet_trainer(), Net(), max_lr=math.inf), r"expected 0 < min_lr < max_lr, got .*inf"),
+    (lambda: lr_range(quiet_trainer(fast_dev_run=True), Net()), "expected a Trainer without fast_dev_run"),
     (lambda: lr_range(3, Net()), r"lr_range\(trainer\): expected a Trainer, got 3"),
 ])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Skipping learning rate finder")
 def test_impossible_values_are_refused(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()

@@ -10,12 +10,14 @@ import time
 import zipfile
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.run
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import AtomicCheckpointIO, ExactResume, Preemption, PrefetchLoader, TurboDDPStrategy
@@ -195,6 +197,65 @@ def test_the_path_is_that_of_the_newest_complete_file_whatever_its_name(tmp_path
 def test_impossible_values_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Preemption(**arguments)
+
+
+class Job:
+    """A Trainer in a Slurm job that Lightning requeues on SIGUSR2."""
+
+    def __init__(self, folder):
+        self.requeued, self.saved = [], []
+        environment = SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR2)
+        self._accelerator_connector = SimpleNamespace(cluster_environment=environment)
+        self._signal_connector = SimpleNamespace(_original_handlers={})
+        self.strategy = SimpleNamespace(barrier=lambda name: None)
+        self.checkpoint_callback, self.default_root_dir, self.global_step = None, folder, 3
+        self.save_checkpoint = self.saved.append
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_signal_of_a_requeue_is_left_to_lightning_after_a_step(ends, tmp_path):
+    job = Job(tmp_path)
+    callback = Preemption(signals=("SIGUSR1",))
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    signal.signal(signal.SIGUSR2, lambda number, frame: job.requeued.append(number))
+    try:
+        callback._listen(job)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert job.requeued == []  # not in the middle of a step
+        callback._obey(job)
+        callback._obey(job)
+        assert job.requeued == [signal.SIGUSR2]
+        if ends:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            with pytest.raises(SystemExit) as end:
+                callback._obey(job)
+            assert end.value.code == Preemption.EXIT_STATUS
+        assert job.saved == []  # Lightning has
+        callback.teardown(job, None, "fit")
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert len(job.requeued) == 2  # Lightning's handler again
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_workers_ignore_the_signals_and_call_what_the_loader_has_until_the_run_is_over():
+    called, before = [], signal.getsignal(signal.SIGUSR2)
+    callback = Preemption(signals=("SIGUSR2",))
+    loaders = [DataLoader(Numbers(4), worker_init_fn=own) for own in (called.append, None)]
+    try:
+        for loader in loaders:
+            assert callback._process(lambda given: given, loader) is loader
+            loader.worker_init_fn(len(called) + 5)
+            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+            signal.signal(signal.SIGUSR2, before)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert called == [5]
+    kept = loaders.pop(0)
+    del loader, loaders  # one of them is gone when the run ends
+    callback.teardown(None, None, "fit")
+    assert kept.worker_init_fn == called.append
 
 
 # Two ranks.

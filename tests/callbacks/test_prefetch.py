@@ -1,5 +1,7 @@
 """``Prefetch``: whoever looks at a batch in the middle of a run, several of them in one Trainer, arguments."""
 
+import gc
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
@@ -7,10 +9,12 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_turbo import Prefetch, PrefetchLoader
+from lightning_turbo import DALILoader, Prefetch, PrefetchLoader
+from lightning_turbo.data import DeviceTransfer
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import seeded
 from tests.integration.noting import Noting, Numbers, fit, gives
+from tests.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.usefixtures("every_loader_has_a_thread"),
@@ -165,3 +169,25 @@ def test_persistent_workers_that_no_loader_has_are_told_of():
         gives(DataLoader(Numbers(), 4, num_workers=1), LightningDataModule), Prefetch(persistent_workers=True)
     )
     assert loader.persistent_workers
+
+
+def test_a_loader_that_is_gone_before_the_run_ends_is_not_missed():
+    """As one that was replaced after some epochs."""
+    callback, trainer = Prefetch(threads=2), quiet_trainer()
+    first, second = (PrefetchLoader(Numbers(), 4) for _ in range(2))
+    transfer = DeviceTransfer(torch.device("cpu"))
+    for loader in (first, second):
+        assert callback._wrap(trainer, transfer, loader) is loader
+        assert loader.transfer is transfer
+    del loader, first
+    gc.collect()
+    callback._put_back()
+    assert second.transfer is None
+
+
+def test_a_loader_of_dali_prefetches_by_itself_and_others_are_told(recwarn):
+    callback = Prefetch()
+    callback._tell_of_foreign(object.__new__(DALILoader))
+    assert not recwarn
+    with pytest.warns(NoEffectWarning, match="Prefetching has no effect on a list, which is not a DataLoader"):
+        callback._tell_of_foreign([1])

@@ -112,3 +112,10 @@ def test_a_loader_that_ended_before_gave_none_of_the_batches_that_were_not_used(
     short, long = EpochState(consumed=3, ended=True, over=True), EpochState(consumed=5)
     states = used_states([short.to_dict(), long.to_dict()], over=False, used=4)
     assert [EpochState.from_dict(each).consumed for each in states] == [3, 4]
+
+
+@pytest.mark.parametrize(("kind", "batching"), [
+    ("fresh", (0, 0, 0, 0)), ("begun", (0, 0, 0, 0)), ("indices", (2, 4, 8, 1)), ("stream", (2, 4, 0, 0)),
+])  # fmt: skip
+def test_how_the_rest_is_batched_does_not_change_with_the_used_batches(kind, batching):
+    assert EVERY[kind].batching == dataclasses.replace(EVERY[kind], consumed=7).batching == batching
