@@ -479,7 +479,7 @@ class LeanResults(InPlaceOf, ResultCollection):
             self._log_uncompiled(fx, name, value, batch_size=batch_size, **settings)
             return
         key = f"{fx}.{name}"
-        metric: Any = self.get(key) if self.dataloader_idx is None else None
+        metric: Any = self.get(key)  # a training batch has no dataloader_idx
         if metric is not None and metric.settings == settings and type(value) is Tensor and not value.requires_grad:
             metric.to(value.device)
             metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
@@ -487,8 +487,7 @@ class LeanResults(InPlaceOf, ResultCollection):
             return
         stock: Any = super()
         stock.log(fx, name, value, batch_size=batch_size, **settings)
-        if self.dataloader_idx is None:
-            self[key].settings = settings
+        self[key].settings = settings
 
     _log_uncompiled: Any = torch.compiler.disable(log)
 
@@ -502,13 +501,11 @@ class LeanResults(InPlaceOf, ResultCollection):
         return metrics
 
     def _add(self, metrics: Any, metric: Any, value: Tensor, on_step: bool) -> None:
-        meta = metric.meta
         name, forked_name = self._forked_name(metric, on_step)
-        if meta.logger:
+        if metric.meta.logger:
             metrics["log"][forked_name] = value
-        if self.training or (meta.on_epoch and not on_step):
-            metrics["callback"][name] = metrics["callback"][forked_name] = value
-        if meta.prog_bar:
+        metrics["callback"][name] = metrics["callback"][forked_name] = value
+        if metric.meta.prog_bar:
             metrics["pbar"][forked_name] = value if metric.is_tensor else value.item()
 
 

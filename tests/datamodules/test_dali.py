@@ -312,3 +312,11 @@ def test_what_is_missing_is_named(photos, monkeypatch):
     monkeypatch.setattr(_optional, "installed_version", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"DALIDataModule needs .*\[dali\]"):
         DALIDataModule(photos, batch_size=4)
+
+
+def test_a_loader_of_another_class_takes_no_part_in_checkpoints_of_dali_s():
+    loader = torch.utils.data.DataLoader(torch.arange(4), 2)
+    data = DALIDataModule(loader, batch_size=2)
+    assert data.state_dict() == {}
+    data.load_state_dict({"train": {"epoch": 1, "batch": 1}})
+    assert [batch.tolist() for batch in data.train_dataloader()] == [[0, 1], [2, 3]]

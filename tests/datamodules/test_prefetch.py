@@ -9,6 +9,7 @@ import pickle
 import sqlite3
 import threading
 import time
+from types import SimpleNamespace
 from collections import defaultdict
 
 import pytest
@@ -662,3 +663,10 @@ def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
     del data
     gc.collect()
     assert len(list(loader)) == 16
+
+
+def test_a_trainer_that_is_set_again_has_the_callback_once():
+    data, trainer = gives(DataLoader(Numbers(8), 4)), SimpleNamespace(callbacks=["own"])
+    for _ in range(2):
+        data.trainer = trainer
+    assert [type(each).__name__ for each in trainer.callbacks] == ["_OfDataModule", "str"]

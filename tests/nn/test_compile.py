@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
+import sys
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import CompilationMetrics
 
-from lightning_turbo.nn.compile import compiled_in_place, repeated_blocks
+from lightning_turbo.nn.compile import CompileReport, compile_counts, compiled_in_place, repeated_blocks
 
 # What torch itself reads while it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -69,6 +70,19 @@ def test_a_network_is_one_graph_with_the_same_results_and_names(make, backend):
     part(x)
     assert backend.graphs == 1  # it is taken off
     assert part._compiled_call_impl is None
+
+
+def test_the_networks_in_a_list_are_compiled_each_by_itself(backend):
+    inner = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    holder = model(nn.ModuleList([inner[0], nn.ModuleDict({"a": inner[1]}), nn.ReLU()]), inner[2])
+    with compiled_in_place(holder, {"backend": backend}) as compiled:
+        assert compiled == inner
+
+
+def test_a_process_that_has_compiled_nothing_has_counts_of_zero(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils")
+    assert compile_counts() == CompileReport(0, {}, {})
+    assert "torch._dynamo.utils" not in sys.modules  # it takes a second
 
 
 def test_repeated_blocks_are_compiled_once(backend):

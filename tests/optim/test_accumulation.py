@@ -107,3 +107,13 @@ def test_impossible_values_are_refused(function, arguments, message):
         getattr(AccumulationWindow(), function)(*arguments)
     with pytest.raises(ValueError, match=r"factor: expected a finite number or a tensor, .* got nan"):
         scale_gradients([], math.nan)
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)])
+def test_parameters_without_gradients_are_passed_over(factor):
+    with_gradient, without = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    scale_gradients([without], factor)
+    with_gradient.grad = torch.ones(2)
+    scale_gradients([without, with_gradient], factor)
+    assert without.grad is None
+    assert with_gradient.grad.tolist() == [0.5, 0.5]

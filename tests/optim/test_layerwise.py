@@ -135,3 +135,15 @@ def test_lamb_clips_the_norm_of_all_gradients_and_goes_on_from_its_state():
             optimizer.load_state_dict(state)
         ends.append([p.detach() for p in net.parameters()])
     torch.testing.assert_close(*ends)
+
+
+def test_a_group_whose_layers_took_no_part_stays_as_it_is():
+    """As a head that the loss of a batch did not use."""
+    used, unused = network(), network()
+    optimizer = lamb(used, 0.01)
+    optimizer.add_param_group({"params": list(unused.parameters())})
+    before = [p.detach().clone() for p in (*used.parameters(), *unused.parameters())]
+    gradients(used, 0)
+    optimizer.step()
+    same = [torch.equal(p, q) for p, q in zip(before, (*used.parameters(), *unused.parameters()), strict=True)]
+    assert same == [False] * (len(same) // 2) + [True] * (len(same) // 2)

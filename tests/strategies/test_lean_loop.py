@@ -1,6 +1,8 @@
 """The lean parts of the turbo strategies: the same calls, values, counters and bits as Lightning's own loop."""
 
 import contextlib
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboStrategy
 from lightning_turbo._trainer import supports_lean_loop
 from lightning_turbo.errors import LightningMismatchError
-from lightning_turbo.strategies.lean_loop import LeanResults
+from lightning_turbo.strategies.lean_loop import LeanOptimization, LeanResults
 from tests.integration.resuming import assert_same
 from tests.release.lean_sources import READ, digest
 from tests.trainers import quiet_trainer
@@ -27,6 +29,7 @@ from tests.trainers import quiet_trainer
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`.*"),
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
+    pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),
     pytest.mark.filterwarnings("ignore:.*the value needs to be floating.*"),
 ]
 if not supports_lean_loop():
@@ -94,6 +97,7 @@ class Net(pl.LightningModule):
             self.log("whole", torch.tensor(index))
             if index % 4 == 1:
                 self.log("seldom", float(index))
+            self.log("unlogged", loss, logger=False)
             self.log("graph", loss, enable_graph=True, on_step=True, on_epoch=index >= 0)
         return {"loss": loss, "extra": index} if self.as_dict else loss
 
@@ -211,6 +215,23 @@ class Stops(pl.Callback):
         trainer.should_stop = index == 5
 
 
+class AccumulatesItself(TurboStrategy):
+    """Is called for each batch of a window, as DeepSpeed is."""
+
+    handles_gradient_accumulation = True
+
+    def optimizer_step(self, optimizer, closure, model=None, **kwargs):
+        if self.lightning_module.trainer.fit_loop._should_accumulate():
+            return closure()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+def without_a_hook():
+    callback = pl.Callback()
+    callback.on_train_batch_start = callback.on_before_zero_grad = None
+    return callback
+
+
 def early():
     return EarlyStopping("loss_step", patience=0, mode="max", check_on_train_epoch_end=True)
 
@@ -226,6 +247,8 @@ class Stream(IterableDataset):
 def batches(kind="list", count=38):
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(count, 6, generator=g), torch.randint(0, 3, (count,), generator=g))
+    if kind == "some are None":
+        return DataLoader(data, batch_size=4, collate_fn=none_or_batch)
     if kind == "stream of dicts":
         return DataLoader(Stream(data), batch_size=4, collate_fn=dict_of)
     return DataLoader(data, batch_size=4)
@@ -234,6 +257,11 @@ def batches(kind="list", count=38):
 def dict_of(rows):
     x, y = zip(*rows, strict=True)
     return {"x": torch.stack(x), "y": torch.stack(y)}
+
+
+def none_or_batch(rows):
+    x, y = map(torch.stack, zip(*rows, strict=True))
+    return None if x[0, 0] > 0.5 else [x, y]
 
 
 def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resume=None, **settings):
@@ -283,6 +311,9 @@ CASES = {
     "no hook overridden": {"hooks": ()},
     "stream of dicts": {"data": "stream of dicts"},
     "accumulation": {"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
+    "accumulated by the strategy": {"strategy": AccumulatesItself, "accumulate_grad_batches": 4},
+    "some batches are None": {"data": "some are None"},
+    "hooks of a callback set to None": {"callback": without_a_hook},
     "exact accumulation": {"accumulate_grad_batches": 4, "callback": ExactAccumulation},
     "clip by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "validation inside": {"val_check_interval": 3},
@@ -310,14 +341,15 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_lean_calls_and_computes_what_lightning_does(name):
     runs = []
-    for make in (stock, lean):
+    for lean_or_not in ({"lean": False}, {}):
         case = dict(CASES[name])
+        make = case.pop("strategy", TurboStrategy)
         parts = case.pop("parts", {})
         if callback := case.pop("callback", None):
             case["callbacks"] = [callback()]
         if level := case.pop("level", None):
             case["plugins"] = [ApexAMP(level, dtype=torch.bfloat16)]
-        runs.append(fit(make(**parts), **case))
+        runs.append(fit(make(**lean_or_not, **parts), **case))
     assert len(runs[0][0].events) > 20
     compare(*runs)
 
@@ -492,6 +524,35 @@ def test_a_loop_that_is_not_lightnings_stays(own, said):
     trainer.fit(model, batches(count=8), batches(count=8))
     assert trainer.events == [found, *["advance" if own is OwnLoop else "run"] * 2]
     assert said == [f"turbo: lean off: {own.__name__} replaces Lightning's training loop."]
+
+
+class OwnConnector(_LoggerConnector):
+    pass
+
+
+def test_a_loop_is_lean_beside_a_logger_connector_of_somebody_else():
+    runs = []
+    for strategy in (stock(), lean()):
+        trainer, model = small_trainer(strategy), Net()
+        trainer._logger_connector = OwnConnector(trainer)
+        loops = []
+        model.on_train_end = lambda loops=loops, trainer=trainer: loops.append(trainer.fit_loop.epoch_loop)
+        trainer.fit(model, batches(count=8), batches(count=8))
+        runs.append((type(loops[0]).__name__, type(trainer._logger_connector), dict(trainer.callback_metrics)))
+    assert [loop for loop, *_ in runs] == ["_TrainingEpochLoop", "LeanEpochLoop"]
+    assert runs[0][1] is runs[1][1] is OwnConnector
+    assert_same(runs[0][2], runs[1][2])
+    assert runs[0][2]
+
+
+def test_a_step_without_a_loss_is_an_error_where_other_ranks_wait_for_its_gradients():
+    strategy = SimpleNamespace(training_step=lambda batch: None, post_training_step=lambda: None)
+    trainer = SimpleNamespace(strategy=strategy, lightning_module=Net(), world_size=2, accumulate_grad_batches=1)
+    optimization = LeanOptimization(SimpleNamespace(trainer=trainer))
+    with pytest.raises(RuntimeError, match="training_step returned None on one of several ranks; expected a loss"):
+        optimization._training_step(OrderedDict(batch=1))
+    trainer.world_size = 1
+    assert optimization._training_step(OrderedDict(batch=1)).closure_loss is None
 
 
 def test_another_lightning_keeps_its_own_loop_and_refuses_what_was_asked_for(monkeypatch, said):

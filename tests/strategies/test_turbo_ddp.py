@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_turbo import Preemption, TurboDDPStrategy
+from lightning_turbo import ExactResume, Preemption, TurboDDPStrategy
 from lightning_turbo.callbacks.preemption import attach_preemption
 from tests.registry import make_model
 
@@ -44,3 +44,13 @@ def test_preemption_is_left_out_where_that_is_asked_for():
     with pytest.raises(TypeError, match="preemption=1: expected True or False"):
         TurboDDPStrategy(preemption=1)
     assert TurboDDPStrategy(preemption=False).preemption is False
+
+
+@pytest.mark.parametrize("preemption", [True, False])
+def test_a_strategy_adds_its_callbacks_as_it_sets_up_the_ranks(preemption, monkeypatch):
+    monkeypatch.setattr(pl.strategies.DDPStrategy, "setup_environment", lambda self: None)  # no ranks are needed
+    trainer = connected(TurboDDPStrategy(preemption=preemption))
+    trainer.strategy.setup_environment()
+    kinds = [type(callback) for callback in trainer.callbacks]
+    assert ExactResume in kinds
+    assert (Preemption in kinds) is preemption

@@ -1,13 +1,18 @@
 """The process's switches that the turbo strategies set on CUDA, and put back. No device is needed for them."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader
 
-from lightning_turbo import DALILoader, TurboStrategy
+from lightning_turbo import DALILoader, PrefetchLoader, TurboStrategy
 from lightning_turbo._trainer import hooks_before_transfer
+from lightning_turbo.data import DeviceTransfer
+from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.strategies import turbo as module
 
 
@@ -15,11 +20,12 @@ class FakeTrainer:  # of which a loader keeps a weak reference
     datamodule = None
 
 
-def on_cuda(**settings):
-    """A strategy that takes itself to be on a CUDA device."""
+def on_cuda(module=None, **settings):
+    """A strategy that takes itself to be on a CUDA device, with this module or one that overrides nothing."""
     strategy = TurboStrategy(**settings)
     strategy._root_device = torch.device("cuda", 0)
-    strategy._lightning_module = SimpleNamespace(trainer=FakeTrainer())
+    strategy._lightning_module = LightningModule() if module is None else module
+    strategy._lightning_module.trainer = FakeTrainer()
     return strategy
 
 
@@ -102,6 +108,57 @@ def test_it_is_put_back_beside_the_newer_settings(asked, older, newer, general, 
     if newer == "none":  # it still follows the setting for all backends
         torch.backends.fp32_precision = "ieee"
         assert read()[0] == "ieee"
+
+
+def test_a_choice_of_algorithms_that_is_not_asked_for_stays_as_it_is():
+    for before in (False, True):
+        torch.backends.cudnn.benchmark = before
+        assert in_the_run(cudnn_benchmark=None) is before
+    torch.backends.cudnn.benchmark = False
+
+
+def test_a_loader_copies_ahead_in_a_run_alone(monkeypatch):
+    asked, transfer = [], DeviceTransfer(torch.device("cpu"))
+    monkeypatch.setattr(module, "DeviceTransfer", lambda device: asked.append(device) or transfer)
+    strategy = on_cuda()
+    prefetching = strategy.process_dataloader(DataLoader(torch.arange(8), 2))
+    assert type(prefetching) is PrefetchLoader
+    assert prefetching.transfer is transfer
+    assert asked == [torch.device("cuda", 0)]
+    strategy._cleanup.close()
+    assert prefetching.transfer is None
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_transfer_of_the_users_is_kept_in_a_run_and_after_it(alive):
+    loader, transfer = PrefetchLoader(torch.arange(8), 2), DeviceTransfer(torch.device("cpu"))
+    loader.transfer = transfer
+    strategy = on_cuda()
+    assert strategy.process_dataloader(loader) is loader
+    assert loader.transfer is transfer
+    gone = weakref.ref(loader)
+    if not alive:
+        del loader
+        gc.collect()
+    assert (gone() is not None) is alive
+    strategy._cleanup.close()
+    assert not alive or loader.transfer is transfer
+
+
+def test_what_is_no_dataloader_is_said_and_left(said):
+    batches = [torch.ones(2)]
+    assert on_cuda().process_dataloader(batches) is batches
+    assert said == ["turbo: device_prefetch has no effect on a list, which is not a DataLoader."]
+
+
+def test_a_hook_before_the_copy_keeps_batches_from_being_copied_ahead():
+    class Overrides(LightningModule):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    strategy, loader = on_cuda(Overrides()), DataLoader(torch.arange(8), 2)
+    with pytest.warns(NoEffectWarning, match=r"device_prefetch is off, because Overrides\.on_before_batch_transfer is"):
+        assert strategy.process_dataloader(loader) is loader
 
 
 def test_dali_s_loaders_are_not_wrapped():
