@@ -9,8 +9,8 @@ import pickle
 import sqlite3
 import threading
 import time
-from types import SimpleNamespace
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
