@@ -103,17 +103,20 @@ class HalfWeights:
             wide["_flat_weights"] = [self._wide_of(weight) for weight in module._flat_weights]
             wide["_flat_weight_refs"] = [each if each is None else weakref.ref(each) for each in wide["_flat_weights"]]
             return wide
-        stays = {
-            id(each)
+        if names := attributes_with_weights(module):
+            stay = self._ids_of_half_before()
+            for name in names:
+                wide[name] = map_tensors(vars(module)[name], lambda w: w if id(w) in stay else self._wide_of(w))
+        return wide
+
+    def _ids_of_half_before(self) -> set[int]:
+        """Return the ids of the tensors that were half before the run."""
+        return {
+            id(tensor)
             for part, names in self._half_before.items()
-            for name, each in (*part._parameters.items(), *part._buffers.items())
+            for name, tensor in (*part._parameters.items(), *part._buffers.items())
             if name in names
         }
-        for name in attributes_with_weights(module):
-            wide[name] = map_tensors(
-                vars(module)[name], lambda each: each if id(each) in stays else self._wide_of(each)
-            )
-        return wide
 
     def _wide_of(self, tensor: Any) -> Any:
         """Return a tensor in float32, always the same object, so that shared weights stay shared in a copy."""
