@@ -27,7 +27,7 @@ from lightning_turbo.data.loading.spawned import check_workers_can_start
 from lightning_turbo.data.loading.subclass import blank, copy_loader, make_class, merge_signatures, refuse_added
 from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 from lightning_turbo.data.loading.threads import ThreadedDataset
-from lightning_turbo.data.loading.torch_workers import end_workers
+from lightning_turbo.data.loading.torch_workers import end_workers, starting_workers
 from lightning_turbo.data.loading.whole_batches import has_whole_batches
 from lightning_turbo.data.loading.worker_start import LongLists
 from lightning_turbo.data.loading.worker_streams import WorkerPlaces
@@ -253,13 +253,14 @@ class PrefetchLoader(DataLoader[T]):
         """
         behind: Any = super()
         if behind.__iter__.__func__ is not DataLoader.__iter__:
-            return behind.__iter__()
+            with starting_workers():
+                return behind.__iter__()
         if self.threads > 1:
             # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
             before = self._threaded
             self._threaded = ThreadedDataset(self.dataset, self.threads) if before is None else copy.copy(before)
         given = stand_ins(self, self._threaded, self._lists, places)
-        with standing_in(self, given) if given else contextlib.nullcontext():
+        with starting_workers(), standing_in(self, given) if given else contextlib.nullcontext():
             return behind.__iter__()
 
     def _make_iterator(self, begun: Begun) -> PrefetchIterator:

@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import gc
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader, loading
 from lightning_turbo.data.loading import thread_policy
 from lightning_turbo.data.loading.background import JOIN_TIMEOUT
+from tests.children import status_of_child
 from tests.collecting import collect_in_its_thread
 from tests.data.samples import Rows, take, values
 
@@ -206,3 +209,54 @@ def test_what_torch_keeps_private_in_its_iterators_is_read_in_one_file():
         nodes = ast.walk(ast.parse(path.read_text()))
         names = {getattr(node, "attr", getattr(node, "id", getattr(node, "name", None))) for node in nodes}
         assert path.name == "torch_workers.py" or not names & PRIVATE, path
+
+
+class Destroyed:
+    """Part of a reference cycle, as the pipelines of DALI are; says in which process its destructor runs."""
+
+    def __init__(self, path):
+        self.itself = self
+        self.path = path
+
+    def __del__(self):
+        self.path.write_text(f"{os.getpid()}")
+
+
+def collect_and_return(index):
+    gc.collect()
+    return index
+
+
+@pytest.mark.parametrize("make", [PrefetchLoader, stateful])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_forked_worker_process_destroys_no_garbage_of_its_parent(make, persistent, tmp_path):
+    settings = {**WORKERS, "persistent_workers": persistent}
+    gc.collect()
+    gc.disable()
+    try:
+        Destroyed(tmp_path / "destroyed")
+        for _ in range(2):
+            assert values(make(Rows(8, collect_and_return), batch_size=2, **settings)) == [
+                [0, 1],
+                [2, 3],
+                [4, 5],
+                [6, 7],
+            ]
+        assert not (tmp_path / "destroyed").exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "destroyed").read_text() == str(os.getpid())
+
+
+def test_other_forks_collect_as_before(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        Destroyed(tmp_path / "destroyed")
+        values(PrefetchLoader(Rows(4), batch_size=2, **WORKERS))
+        assert status_of_child(lambda: os._exit(gc.collect() * 0)) == 0
+        assert (tmp_path / "destroyed").read_text() != str(os.getpid())
+    finally:
+        gc.enable()
+        gc.collect()
