@@ -60,7 +60,7 @@ def cache_transforms(
 
     Raises:
         TypeError: If ``key`` is missing or contains other types.
-        ValueError: If ``key`` is empty, or a sample changes each time it is loaded.
+        ValueError: If ``dataset`` or ``key`` is empty, or a sample changes each time it is loaded.
 
     Warns:
         TurboWarning: If loading the first sample draws random numbers that do not change it.
@@ -77,6 +77,7 @@ def cache_transforms(
         >>> cached == cache_transforms([1.5, 2.5], folder, key="numbers, v1"), float(PackedDataset(cached)[1])
         (True, 2.5)
     """
+    expect(len(dataset), "dataset", len(dataset), "at least one sample")
     checked = _check_key(key(dataset) if callable(key) else key)
     name = digest_of(checked, len(dataset), foreground, compress)
     packing = Packing(Path(folder) / name[:32], compress, num_workers, progress=progress, exist_ok=True)

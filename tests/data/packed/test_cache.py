@@ -88,6 +88,11 @@ def test_an_empty_key_is_refused(paths, tmp_path, key):
         cache_transforms(Files(paths, Scale(2)), tmp_path / "cache", key=key)
 
 
+def test_a_dataset_without_samples_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="dataset: expected at least one sample, got 0"):
+        cache_transforms([], tmp_path, key="v1")
+
+
 @pytest.mark.parametrize("key", ["v2", lambda data: ("v1", 2), lambda data: {"factor": [data.transform.factor, None]}])
 def test_another_key_fills_another_folder(paths, tmp_path, key):
     first = cache_transforms(Files(paths, Scale(2)), tmp_path / "cache", key="v1")
