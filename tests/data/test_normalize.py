@@ -1,5 +1,6 @@
 """Normalize: the naive formula on images alone, and a word where a batch holds none."""
 
+import pickle
 from collections import namedtuple
 
 import pytest
@@ -54,3 +55,13 @@ def test_normalize_says_once_that_a_batch_holds_no_image(batch):
     with pytest.warns(NoEffectWarning, match=r"expected a uint8 tensor of \(batch, channel, ...\) in the batch, got"):
         normalize(batch)
     normalize(batch)
+
+
+def test_normalize_takes_no_tensors_of_a_device_along():
+    image = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    normalize = Normalize([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
+    fresh = len(pickle.dumps(normalize))
+    got = normalize(image)
+    sent = pickle.dumps(normalize)
+    assert len(sent) == fresh
+    assert torch.equal(pickle.loads(sent)(image), got)

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo._random import shared_state
 from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tune_workers
-from lightning_turbo.data.sample_seeds import seed_sample, seeds_of
+from lightning_turbo.data.sample_seeds import SeededDataset, seed_sample, seeds_of
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded
 from tests.integration.noting import Save, fit, gives
@@ -501,3 +501,9 @@ def test_the_dataset_is_reached_through_the_seeded_one(init, start, added):
     part = seed_samples(DataLoader(Subset(loader.dataset, [3, 1])), SEED).dataset
     assert copy.deepcopy(part).indices == [3, 1]
     assert not hasattr(part, "level")
+
+
+def test_a_seeded_dataset_is_as_long_as_the_dataset():
+    loader = seed_samples(DataLoader(Rows(7), 2), 1)
+    assert type(loader.dataset) is SeededDataset
+    assert len(loader.dataset) == 7

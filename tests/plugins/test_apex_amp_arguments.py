@@ -56,3 +56,23 @@ def test_a_scaler_refuses_limits_in_words(settings, said):
     with pytest.raises(AmpUsageError) as caught:
         ApexGradScaler(**settings)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("scaler", [None, ApexGradScaler(4.0)], ids=["made", "given"])
+def test_a_scaler_of_the_users_stays_whatever_device_the_run_is_on(scaler):
+    plugin = ApexAMP("O1", dtype=torch.float16, **({} if scaler is None else {"scaler": scaler}))
+    plugin._casts.device_type = "cuda"  # as if chosen on a machine with a device
+    before = plugin.scaler
+    plugin.convert_module(torch.nn.Linear(2, 2))
+    assert plugin._casts.device_type == "cpu"
+    assert (plugin.scaler is before) is (scaler is not None)
+
+
+def test_a_run_that_trains_nothing_takes_no_state_of_a_scaler(monkeypatch):
+    plugin = ApexAMP("O1", dtype=torch.float16)
+    monkeypatch.setattr(plugin, "load_state_dict", None)  # not called
+    network = torch.nn.Linear(2, 2)
+    try:
+        assert plugin.connect(network, [], []) == (network, [], [])
+    finally:
+        plugin.teardown()

@@ -259,3 +259,19 @@ def test_saves_after_a_teardown_are_written_at_once_until_a_run_makes_batches(pa
         background.load_checkpoint(path)
         background.remove_checkpoint(path.with_name("next.ckpt"))
         gate.clear()
+
+
+class Refuses:
+    """Cannot be saved, for a reason of its own."""
+
+    def __reduce__(self):
+        raise RuntimeError("holds an open connection")
+
+
+def test_an_error_of_what_is_saved_is_raised_as_it_is(path):
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"step": 1}, path)
+    with pytest.raises(RuntimeError, match=r"^holds an open connection$"):
+        io.save_checkpoint({"step": Refuses()}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert names(path) == [path.name]

@@ -85,3 +85,14 @@ def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(
     with pytest.warns(TurboWarning, match=said) as caught:
         trainer(ApexAMP(level, dtype=torch.bfloat16), max_epochs=2, strategy=strategy).fit(Broken(), batches())
     assert sum(warning.category is TurboWarning for warning in caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(("make", "found"), [
+    (lambda x: x, True), (torch.Tensor.to_sparse, True), (torch.Tensor.half, True),
+    (torch.Tensor.to_sparse_csr, False),  # torch cannot look into these
+], ids=["strided", "sparse", "half", "compressed rows"])  # fmt: skip
+def test_values_that_are_not_finite_are_found_in_every_layout_that_torch_can_look_into(make, found):
+    tensor = torch.tensor([[1.0, torch.inf], [0.0, 2.0]])
+    assert nonfinite._is_bad(make(tensor)) is found
+    assert not nonfinite._is_bad(make(tensor.clamp(max=3.0)))

@@ -7,7 +7,9 @@ import types
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_turbo import ApexAMP, RealApexAMP
 from lightning_turbo.errors import MissingExtraError
@@ -66,8 +68,8 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(plugin, ckpt_path=None, epochs=1, **kwargs):
-    net = Net()
+def fit(plugin, ckpt_path=None, epochs=1, make=Net, **kwargs):
+    net = make()
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=4)
     trainer = quiet_trainer(plugins=[] if plugin is None else [plugin], max_epochs=epochs, **kwargs)
     trainer.fit(net, data, ckpt_path=ckpt_path)
@@ -132,6 +134,33 @@ def test_state_goes_on_under_either_plugin(fake, tmp_path):
     torch.save(saved, tmp_path / "old.ckpt")
     fit(RealApexAMP("O1"), tmp_path / "old.ckpt", 2)
     assert fake.scale == 256.0
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_levels_that_cast_weights_are_refused_where_ddp_has_wrapped_them(fake, level):
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    with pytest.raises(MisconfigurationException, match=f"expected 'O0' or 'O1', got '{level}': Lightning"):
+        RealApexAMP(level).connect(wrapped, [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)], [])
+    assert fake.calls == []
+
+
+def test_apex_is_not_asked_where_nothing_is_trained(fake):
+    plugin, network = RealApexAMP("O2"), nn.Linear(1, 1)
+    assert plugin.connect(network, [], []) == (network, [], [])
+    plugin.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
+    assert plugin.state_dict() == {}
+    assert (fake.calls, fake.scale) == ([], 65536.0)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_batch_without_a_loss_makes_no_step(fake):
+    class Never(Net):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    net, _ = fit(RealApexAMP("O1"), make=Never)
+    assert torch.equal(net.model.weight, Net().model.weight)
+    assert [call[0] for call in fake.calls] == ["initialize"]
 
 
 @pytest.mark.apex

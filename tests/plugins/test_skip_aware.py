@@ -1,5 +1,8 @@
 """How many values a step takes to the host; what a skipped step does is in ``tests/amp/test_overflow.py``."""
 
+import sys
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -8,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import ApexAMP
+from lightning_turbo._lightning import LRSchedulerConfig
+from lightning_turbo.plugins.skip_aware import wrap_scheduler
 from tests.trainers import quiet_trainer
 
 
@@ -90,6 +95,19 @@ def test_a_step_of_a_fused_optimizer_takes_no_value_to_the_host(level, make):
     trainer = fit(Net(make), plugin, callbacks=[watching], gradient_clip_val=0.5)
     assert trainer.global_step == 4
     assert watching.mode.host_reads == 0
+
+
+def test_a_frequency_that_is_set_in_a_run_is_that_of_steps_that_are_not_skipped():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    skipped = []
+    scaler = SimpleNamespace(was_skipped=lambda given: given is optimizer and bool(skipped))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    config = wrap_scheduler(LRSchedulerConfig(scheduler, interval="step", frequency=2), scaler)
+    assert config.frequency == 2
+    config.frequency = 3
+    assert config.frequency == 3
+    skipped.append(1)
+    assert config.frequency == sys.maxsize
 
 
 @pytest.mark.parametrize("scheduler", [False, True])

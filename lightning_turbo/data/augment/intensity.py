@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -49,6 +50,7 @@ class _Intensity(Transform):
         values = draws.uniform(*self.range)[rows]
         parts.images = [on_rows(image, rows, lambda x: self.change(x, values)) for image in parts.images]
 
+    @abstractmethod
     def change(self, image: Tensor, value: Tensor) -> Tensor:
         """Return images, each transformed by one number.
 
@@ -56,7 +58,6 @@ class _Intensity(Transform):
             image: float32 of shape ``(n, channels, *space)``.
             value: One number per image, on the CPU.
         """
-        raise NotImplementedError
 
 
 class RandomGamma(_Intensity):
@@ -134,7 +135,7 @@ class RandomBrightness(_Intensity):
         return image * per_sample(value, image)
 
 
-class RandomGaussianNoise(_Intensity):
+class RandomGaussianNoise(Transform):
     """Add independent normal noise to every voxel.
 
     Args:
@@ -148,7 +149,8 @@ class RandomGaussianNoise(_Intensity):
     """
 
     def __init__(self, std: Sequence[float] = (0.0, 0.1), *, p: float = 0.1) -> None:
-        super().__init__(p, "std", std)
+        super().__init__(p)
+        self.range = check_range(self, "std", std, least=0.0)
 
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Transform the images."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class Parts:
         return self.images[0].shape[2:]
 
 
-class Transform:
+class Transform(ABC):
     """Base of the transforms for ``BatchAugmentation``.
 
     Args:
@@ -47,9 +48,9 @@ class Transform:
     def __init__(self, p: float) -> None:
         self.p = check_probability(self, p)
 
+    @abstractmethod
     def __call__(self, parts: Parts, draws: Draws) -> None:
         """Transform the parts of a batch."""
-        raise NotImplementedError
 
 
 def per_sample(values: Tensor, like: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import types
 from collections.abc import Iterator
@@ -18,9 +17,8 @@ __all__ = ["check_workers_can_start", "error_of", "start_method"]
 MAX_DEPTH = 20
 
 
-class _Nowhere(io.RawIOBase):
-    def writable(self) -> bool:
-        return True
+class _Nowhere:
+    """A file that keeps nothing."""
 
     def write(self, data: Any) -> int:
         return len(data)

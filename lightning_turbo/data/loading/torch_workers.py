@@ -10,13 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
 __all__ = [
     "end_workers",
     "has_workers",
     "is_timeout",
-    "is_torchs_iterator",
     "samples_of_stream",
     "starting_workers",
     "stream_has_ended",
@@ -68,11 +65,6 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def is_torchs_iterator(source: Any) -> bool:
-    """Whether an iterator is one that torch's ``DataLoader`` makes, and not that of an ``__iter__`` of a subclass."""
-    return isinstance(source, _BaseDataLoaderIter)
 
 
 def has_workers(source: Any) -> bool:

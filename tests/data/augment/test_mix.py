@@ -26,3 +26,12 @@ def test_mixup_and_cutmix_mix_labels_as_images():
     steps = [augment.MixUp(n), augment.CutMix()]
     twice = BatchAugmentation(steps, 0, label=1)((image, label), range(n))[1]
     torch.testing.assert_close(twice.sum(1), torch.ones(n))
+
+
+def test_cutmix_of_masks_alone_pastes_them_as_images():
+    n = 16
+    image = torch.arange(float(n)).view(n, 1, 1, 1).repeat(1, 1, 20, 20)
+    mask = torch.arange(n).view(n, 1, 1).repeat(1, 20, 20)
+    cut, pasted = BatchAugmentation([augment.CutMix(n)], 0, mask=1)((image, mask), range(n))
+    assert torch.equal(cut[:, 0].long(), pasted)
+    assert not torch.equal(pasted, mask)

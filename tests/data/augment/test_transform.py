@@ -11,6 +11,7 @@ from monai import transforms as monai
 
 from lightning_turbo import augment
 from lightning_turbo.data.augment import BatchAugmentation, IndexedDataset
+from lightning_turbo.data.augment.transform import Transform
 
 SPACES = [(12, 10), (8, 10, 9)]
 TRANSFORMS = {
@@ -87,3 +88,22 @@ def test_no_transform_makes_a_cycle_of_references(name, space):
 def test_wrong_arguments_are_refused_at_construction(make, error, says):
     with pytest.raises(error, match=says):
         make()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: augment.RandomElastic(p=0), lambda: augment.RandomAffine(p=0), lambda: augment.RandomGamma(p=0),
+    lambda: augment.RandomLowResolution(p=0),
+], ids=["elastic", "affine", "gamma", "low resolution"])  # fmt: skip
+def test_a_batch_of_which_no_sample_is_drawn_stays_as_it_is(make):
+    image, mask = torch.rand(4, 1, 12, 10), torch.ones(4, 12, 10, dtype=torch.int64)
+    got = BatchAugmentation([make()], 0, mask=1)((image, mask), range(4))
+    assert torch.equal(got[0], image)
+    assert torch.equal(got[1], mask)
+
+
+def test_a_transform_that_says_not_what_it_does_is_refused_as_it_is_made():
+    class Forgets(Transform):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Forgets(0.5)

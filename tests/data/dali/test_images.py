@@ -140,3 +140,15 @@ def test_after_a_file_that_cannot_be_decoded_the_loader_begins_again(tmp_path):
 def test_wrong_arguments_are_refused(photos, wrong, error, message):
     with pytest.raises(error, match=message):
         ImageFolder(**{"train": True, "root": photos, **wrong})
+
+
+def test_files_that_are_no_images_any_more_are_named_and_others_not(tmp_path):
+    recipe = ImageFolder(make_photos(tmp_path), train=False)
+    assert recipe.name_broken() == ""
+    paths = [Path(name) for name in recipe.files[:5]]
+    for path in paths[:3]:
+        path.unlink()
+    for path in paths[3:]:
+        path.write_bytes(b"an error page of a server")
+    named = ", ".join(map(str, paths[:3]))
+    assert recipe.name_broken() == f"These files are not JPEG or PNG: {named} and 2 more. Remove or repair them."

@@ -19,6 +19,7 @@ from nvidia.dali import Pipeline, fn, pipeline_def, types
 from lightning_turbo import DALILoader
 from lightning_turbo.data import DevicePrefetcher
 from lightning_turbo.data.dali import DynamicPipeline, ImageFolder
+from lightning_turbo.data.dali.pipelines import Placement, explained
 from tests.dali_samples import make_photos
 from tests.integration.resuming import assert_same
 
@@ -439,3 +440,14 @@ def test_random_settings_count_as_plain_python_does(root, files, kind, seed):
         assert len(seen) <= COUNT + world
     for loader in ranks:
         loader.close()
+
+
+@pytest.mark.parametrize(("cause", "device", "said"), [
+    (None, None, "failed\nLook here"), ("no space", None, "failed: no space\nLook here"),
+    ("CUDA driver", 0, "failed: CUDA driver\nLook here"),
+    ("CUDA driver", None, "failed: CUDA driver\nThe pipeline uses a GPU operator"),
+])  # fmt: skip
+def test_an_error_of_dali_s_is_told_with_its_cause_and_what_to_do(cause, device, said):
+    error = RuntimeError("failed")
+    error.__cause__ = None if cause is None else ValueError(cause)
+    assert str(explained(error, Placement(0, 1, device), "Look here")).startswith(said)

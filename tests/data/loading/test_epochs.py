@@ -490,3 +490,25 @@ def test_a_state_before_the_first_batch_fixes_the_order(workers, begun, own, sam
         again.load_state_dict(state)
         assert values(again) == expected
         assert len(values(again)) == 7
+
+
+LOADERS_OF_KINDS = {
+    "indices": lambda: PrefetchLoader(Rows(8), 2, shuffle=True, generator=seeded(1)),
+    "in order": lambda: PrefetchLoader(Rows(8), 2),
+    "stream": lambda: PrefetchLoader(Stream(), 2),
+    "own state": lambda: PrefetchLoader.of(StatefulDataLoader(Rows(8), 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("kind", "others"), [
+    ("indices", {"indices", "in order"}), ("in order", {"in order"}), ("stream", {"stream"}),
+    ("own state", {"own state"}),
+])  # fmt: skip
+def test_a_whole_epoch_begins_with_the_state_of_a_loader_of_its_kind_alone(kind, others):
+    states, loader = {}, LOADERS_OF_KINDS[kind]()
+    for name, make in LOADERS_OF_KINDS.items():
+        ended = make()
+        list(ended)
+        states[name] = ended.state_dict()
+    assert {name for name, state in states.items() if loader.may_begin_with(state)} == others

@@ -417,3 +417,20 @@ def test_a_packed_sequence_stays_one():
     got = crossed(batch)
     assert type(got) is PackedSequence
     assert not differences(list(got[:2]), list(batch[:2]))
+
+
+def test_a_pinned_batch_is_the_same_in_the_buffer_as_a_whole(monkeypatch):
+    """Page-locked memory, which needs a device, is pretended."""
+    batch = {"rows": torch.arange(6.0).view(2, 3).t(), "none": torch.zeros(0, 3), "half": torch.ones(5).half()}
+    packed = pack([batch, torch.tensor(3), "a", torch.ones(hand_over.SMALL)])
+    pinned = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **settings: empty(*size, **settings))
+    monkeypatch.setattr(hand_over, "pin_batch", lambda part: pinned.append(part) or part)
+    twin = packed.pin_memory()
+    assert (twin.is_pinned, packed.is_pinned) == (True, False)
+    assert twin.pin_memory() is twin
+    got, wanted = twin.open(), packed.open()
+    assert differences(wanted, got) == []
+    assert got[0]["rows"].untyped_storage().data_ptr() == twin._buffer.untyped_storage().data_ptr()
+    assert [part.numel() for part in pinned if isinstance(part, torch.Tensor)] == [hand_over.SMALL]

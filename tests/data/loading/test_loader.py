@@ -241,6 +241,11 @@ def set_attribute(worker_id):
     dataset.load = lambda index: 4 + dataset.more
 
 
+class InOneCall(Rows):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 def test_a_worker_init_fn_finds_the_dataset_itself():
     assert values(PrefetchLoader(Rows(4), 2, threads=2, num_workers=1, worker_init_fn=set_attribute)) == [[5, 5]] * 2
 
@@ -256,6 +261,8 @@ def test_a_worker_init_fn_finds_the_dataset_itself():
             ),
             "PrefetchStatefulDataLoader does not load by torch",
         ),
+        (lambda **more: PrefetchLoader(Rows(6), batch_size=None, **more), "batch_size=None makes no batches"),
+        (lambda **more: PrefetchLoader(InOneCall(6), 4, **more), "InOneCall loads a batch in one call"),
     ],
 )
 def test_threads_that_cannot_be_used_are_told_of_once(make, why):

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading.subclass import copy_loader
 from tests.data.samples import Custom, seeded, take, values
 
 pytestmark = [
@@ -76,3 +77,13 @@ def test_a_pickled_loader_tells_where_it_is_before_its_first_batch():
     (own,), (twins,) = (each.state_dict()["generators"] for each in (loader, twin))
     assert torch.equal(own, twins)
     assert values(iterators[0]) == values(iterators[1])
+
+
+def test_a_copy_keeps_records_of_its_own():
+    """As a Trainer makes them, of what was set on a loader."""
+    loader = PrefetchLoader(range(6), 2)
+    setattr(loader, "__records", ["one"])
+    twin = copy_loader(loader)
+    getattr(twin, "__records").append("two")
+    assert getattr(loader, "__records") == ["one"]
+    assert twin.dataset is loader.dataset

@@ -44,6 +44,19 @@ def test_the_callers_modes_reach_the_thread(context):
     assert here != modes()
 
 
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_modes_of_one_thread_end_with_it(context):
+    with context():
+        state, here = ThreadState(), modes()
+    seen = []
+    for enters in (True, False):
+        thread = threading.Thread(target=lambda enters=enters: seen.append((enters and state.enter(), modes())[1]))
+        thread.start()
+        thread.join()
+    assert seen[0][:-1] == here[:-1]
+    assert seen[1][:-1] == modes()[:-1] != here[:-1]
+
+
 def test_a_thread_works_on_the_cuda_device_and_stream_that_it_works_for(monkeypatch):
     """A device and a stream for each thread, as CUDA keeps them, are pretended here."""
     place = threading.local()

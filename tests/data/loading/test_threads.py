@@ -10,6 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading.threads import ThreadedDataset
 from tests.data.samples import Rows, values
 from tests.leftovers import prefetch_threads
 
@@ -122,3 +123,9 @@ def test_an_error_of_a_sample_keeps_the_dataset_alive_no_longer_than_itself():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_whoever_asks_the_dataset_of_a_worker_for_a_sample_or_its_length_gets_the_datasets_own():
+    """As a worker_init_fn does, which finds this object."""
+    data = ThreadedDataset(Rows(7, lambda index: index * 2), 2)
+    assert (len(data), data[3]) == (7, 6)

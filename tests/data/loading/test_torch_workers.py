@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchIterator, PrefetchLoader, loading
-from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.data.loading import thread_policy, torch_workers
 from lightning_turbo.data.loading.background import JOIN_TIMEOUT
 from tests.children import status_of_child
 from tests.collecting import collect_in_its_thread
@@ -163,6 +164,30 @@ def test_a_dead_thread_of_torch_is_reported(monkeypatch):
     with pytest.raises(RuntimeError, match="Pin memory thread exited unexpectedly"):
         next(iterator)
     iterator.close()
+
+
+class BrokenPipe:
+    """Torch's iterator whose worker process has closed the pipe."""
+
+    _timeout, _shutdown, _persistent_workers = 7, False, False
+
+    def __init__(self, *alive):
+        self._workers = [SimpleNamespace(pid=40 + n, is_alive=iter(each).__next__) for n, each in enumerate(alive)]
+
+    def __next__(self):
+        raise EOFError("of the pipe")
+
+
+@pytest.mark.parametrize(("alive", "error", "said"), [
+    ([[True] * 3, [True, True, False]], RuntimeError, r"DataLoader worker \(pid\(s\) 41\) exited unexpectedly"),
+    ([[True] * 999], EOFError, "of the pipe"),  # an error of another kind
+])  # fmt: skip
+def test_a_broken_pipe_is_told_as_the_process_that_died(alive, error, said, monkeypatch):
+    monkeypatch.setattr(torch_workers, "DEATH_SECONDS", 0.1)
+    source = BrokenPipe(*alive)
+    with pytest.raises(error, match=said):
+        torch_workers.take_in_slices(source, lambda: False)
+    assert source._timeout == 7
 
 
 def test_workers_that_end_between_epochs():

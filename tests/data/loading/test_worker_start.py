@@ -240,3 +240,7 @@ class Locked(Scans):
 def test_a_lock_of_threads_is_an_error_as_with_a_data_loader():
     with pytest.raises(TypeError, match="lock"):
         StartedWith(Locked(), LongLists()).__reduce__()
+
+
+def test_lists_without_a_file_take_none_along():
+    assert LongLists().handle() is None

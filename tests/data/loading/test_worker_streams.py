@@ -466,3 +466,8 @@ def test_a_round_counts_once_all_processes_told_after_the_same_one():
             position.keep((worker, number, f"{worker}:{number}"))
         assert position.states[len(before) :] == whole
         position.consumed += 1
+
+
+def test_a_stream_is_named_in_messages_as_itself():
+    stream = Stream()
+    assert repr(worker_streams.PlacedStream(stream)) == repr(stream)
