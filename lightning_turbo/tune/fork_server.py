@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from lightning_turbo.errors import TurboError
 
@@ -159,23 +159,20 @@ def main() -> None:
         importlib.import_module(name)
     sys.stdout.flush()  # otherwise each copy would print it again
     with socket.socket(fileno=int(number)) as orders:
-        target = _serve(orders)
-    if target:
-        sys.argv = sys.argv[:1]
-        importlib.import_module(target).main()
+        _serve(orders)
 
 
-def _serve(orders: socket.socket) -> str:
-    """Answer orders. Return the module to run, in each copy, or an empty string, at the end of the server."""
+def _serve(orders: socket.socket) -> None:
+    """Answer orders until the runner closes the socket."""
     while True:
         message, files, _, _ = socket.recv_fds(orders, MESSAGE, 3)
         if not message:
-            return ""
+            return
         order = json.loads(message)
         if "poll" in order:
             _answer(orders, order, status=_status_of(order["poll"]))
-        elif _start(orders, order, files):
-            return order["start"]
+        else:
+            _start(orders, order, files)
 
 
 def _status_of(pid: int) -> int | None:
@@ -187,22 +184,30 @@ def _status_of(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _start(orders: socket.socket, order: Mapping[str, Any], files: Sequence[int]) -> bool:
-    """Fork, and return whether this is the copy, which answers from its own session."""
+def _start(orders: socket.socket, order: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Fork; the copy answers."""
     try:
         pid = _fork()
     except OSError as error:
         _answer(orders, order, error=str(error))
         pid = -1
     if pid == 0:
-        os.setsid()
-        for descriptor, file in enumerate(files):
-            os.dup2(file, descriptor)
+        _run_copy(orders, order, files)
     for file in files:
         os.close(file)
-    if pid == 0:
-        _answer(orders, order, pid=os.getpid())
-    return pid == 0
+
+
+def _run_copy(orders: socket.socket, order: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    """Answer from a session of its own, with these files as standard input, output and error, and run the module."""
+    os.setsid()
+    for descriptor, file in enumerate(files):
+        os.dup2(file, descriptor)
+        os.close(file)
+    _answer(orders, order, pid=os.getpid())
+    orders.close()
+    sys.argv = sys.argv[:1]
+    importlib.import_module(order["start"]).main()
+    sys.exit()
 
 
 def _answer(orders: socket.socket, order: Mapping[str, Any], **found: Any) -> None:

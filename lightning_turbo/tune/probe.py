@@ -203,8 +203,8 @@ class Probe(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Time the batch."""
-        if self.validation is not None:
-            self.validation.end_batch(dataloader_idx)
+        assert self.validation is not None
+        self.validation.end_batch(dataloader_idx)
 
     def load(self, loader: Any) -> None:
         """Count batches, epoch after epoch."""
@@ -226,8 +226,7 @@ class Probe(Callback):
 
     def _take_validated(self) -> float:
         """Return the seconds of validations since the previous batch."""
-        if self.validation is None:
-            return 0.0
+        assert self.validation is not None
         seconds, self.validation.since_step = self.validation.since_step, 0.0
         return seconds
 
@@ -338,7 +337,8 @@ class WholeEpoch(Probe):
     ) -> None:
         """Time the batch."""
         super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
-        if self._ended and self.validation is not None:  # not in the sanity check
+        assert self.validation is not None
+        if self._ended:  # not in the sanity check
             # The duration of the validation, including the wait, is added when it ends.
             self.validation.since_step -= self._let_others_train()
 

@@ -52,6 +52,7 @@ class Trial:
     """The outcome of a candidate."""
 
     candidate: Candidate
+    saving: float = 0.0  # usual milliseconds per step, from what is known about the step; the largest is tried first
     why: str = ""  # outcome: kept; no gain; undecided; no better than an alternative; failed; not tried
     alone: Comparison = field(default_factory=Comparison)  # compared with the unchanged script
     beside: Comparison = field(default_factory=Comparison)  # all winners compared with all winners except this one
@@ -97,7 +98,6 @@ class Search:
         self.interrupted = False
         self.on_headroom: Callable[[Baseline], object] = lambda baseline: None
         self._total = runner.left
-        self._computes_in_half = computes_in_bfloat16() is not False
         self.times: dict[Configuration, list[float]] = {}  # milliseconds per step in each process
         self._defaults: list[list[float]] = []  # losses of the unchanged script: the first, and those that differ
 
@@ -145,11 +145,13 @@ class Search:
         return Baseline(step_ms=step, one_batch_ms=one_batch, loader_ms=loader or step - one_batch, **facts)
 
     def _begin(self, baseline: Baseline) -> None:
-        """Set the pace, and exclude candidates that the headroom does not support."""
+        """Set the pace, estimate what candidates save, and exclude those that the headroom does not support."""
         self.on_headroom(baseline)
         parts = None if baseline.batches is None else (baseline.batches, baseline.border_ms / 1e3, 0.0)
         self.runner.set_pace(_pace(baseline.step_ms / 1e3, parts), baseline.accumulate)
+        computes_in_half = computes_in_bfloat16() is not False or baseline.device == "cuda"
         for trial in self.trials.values():
+            trial.saving = usual_saving(trial.candidate, baseline, computes_in_half)
             reason = why_not(trial.candidate, baseline)
             trial.why = f"not tried because {reason}" if reason else ""
 
@@ -315,7 +317,7 @@ class Search:
 
     def _undecided(self) -> list[Trial]:
         """Return candidates that need processes: untried ones by possible savings, then the best ones."""
-        return sorted(self._untried(), key=self._share, reverse=True) or self._rivals()
+        return sorted(self._untried(), key=lambda trial: trial.saving, reverse=True) or self._rivals()
 
     def _untried(self) -> list[Trial]:
         """Return candidates that no process has measured."""
@@ -343,12 +345,6 @@ class Search:
         """Return candidates that gain, best first."""
         gaining = [trial for trial in self.trials.values() if trial.alone.gains and not trial.alone.error]
         return sorted(gaining, key=lambda trial: trial.alone.ratio)
-
-    def _share(self, trial: Trial) -> float:
-        """Return the possible saving of a candidate, from what is known about the step; the largest is tried first."""
-        if self.baseline is None:
-            return 0.0
-        return usual_saving(trial.candidate, self.baseline, self._computes_in_half or self.baseline.device == "cuda")
 
     def _compare_without(self, whole: Configuration, trials: Sequence[Trial]) -> None:
         rows = self._measure([whole, *(whole.without(trial.candidate.name) for trial in trials)])

@@ -2,7 +2,15 @@
 
 import pytest
 
-from lightning_turbo.tune.candidates import Baseline, combine, list_candidates, usual_saving, why_not
+from lightning_turbo.tune.candidates import (
+    Baseline,
+    combine,
+    list_candidates,
+    list_rank_candidates,
+    select,
+    usual_saving,
+    why_not,
+)
 
 TABLE = {each.name: each for each in list_candidates(2)}
 
@@ -42,6 +50,12 @@ def test_half_precision_comes_late_where_the_processor_does_not_compute_in_it():
 ])  # fmt: skip
 def test_settings_of_the_loader_need_a_reason(lacks, name, why):
     assert why_not(TABLE[name], baseline(lacks=lacks)) == why
+
+
+def test_a_static_graph_is_not_tried_where_gradients_are_accumulated():
+    (graph,) = select(list_rank_candidates(4, 2), ["static-graph"])
+    assert why_not(graph, baseline(accumulate=1)) == ""
+    assert why_not(graph, baseline(accumulate=2)).startswith("gradients are accumulated")
 
 
 def test_an_epoch_is_as_long_as_its_parts():

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_turbo.measure import new_row
-from lightning_turbo.tune.evidence import Comparison, epoch_by_sweep
+from lightning_turbo.tune.evidence import Comparison, Configuration, epoch_by_sweep
 
 
 def row(step, *, batches=10, borders=(), validations=(), each=0.0):
@@ -23,6 +23,17 @@ def row(step, *, batches=10, borders=(), validations=(), each=0.0):
 ])  # fmt: skip
 def test_the_seconds_of_an_epoch(found, seconds):
     assert epoch_by_sweep(found, 10) == pytest.approx({0: seconds, 1: seconds})
+
+
+@pytest.mark.parametrize(("configuration", "name"), [
+    (Configuration(), "default"),
+    (Configuration(("lean", "fused")), "lean + fused"),
+    (Configuration(mode="loader"), "loader"),
+    (Configuration(("lean",), mode="epoch"), "epoch with lean"),
+    (Configuration(batch_size=64), "batch size 64"),
+])  # fmt: skip
+def test_a_configuration_is_named_by_what_it_changes(configuration, name):
+    assert str(configuration) == name
 
 
 def test_the_factor_of_an_epoch_has_that_of_a_step_beside_it():

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import Process
+from lightning_turbo.tune import fork_server
 from lightning_turbo.tune.fork_server import CAN_FORK, UNKNOWN, ForkServer
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="needs a system that forks")
@@ -123,6 +125,29 @@ def test_a_server_that_has_died_starts_nothing_and_says_why(server, tmp_path):
     with (tmp_path / "copy.log").open("wb") as log, pytest.raises(TurboError, match="No module named 'absent'"):
         absent.popen([sys.executable, "-m", "program"], stderr=log)
     absent.close()
+
+
+def test_a_server_that_dies_before_it_answers_has_not_answered(server, monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.shutdown(socket.SHUT_WR)
+    with ours, theirs, monkeypatch.context() as patch:
+        patch.setattr(server, "_orders", ours)
+        assert server.ask({"poll": 1}) == {}
+
+
+def test_a_system_that_starts_no_further_process_is_told_and_the_server_goes_on(monkeypatch):
+    def fork():
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(fork_server, "_fork", fork)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for number in range(2):
+            ours.send(json.dumps({"number": number, "start": "program"}).encode())
+        ours.shutdown(socket.SHUT_WR)
+        fork_server._serve(theirs)
+        found = [json.loads(ours.recv(fork_server.MESSAGE)) for _ in range(2)]
+    assert found == [{"number": number, "error": "Resource temporarily unavailable"} for number in range(2)]
 
 
 def test_a_server_ends_with_the_program_that_made_it(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, new_row
 from lightning_turbo.tune.candidates import Baseline, list_candidates, select, why_not
-from lightning_turbo.tune.evidence import Configuration, compare_losses
+from lightning_turbo.tune.evidence import DEFAULT, Configuration, compare_losses
 from lightning_turbo.tune.search import FINAL, Search
 
 NOT_HERE = ("cuda", "huge pages", "new workers")
@@ -317,6 +317,55 @@ def test_a_setting_that_fails_is_a_row_with_its_error():
     assert made.trials["compile"].why == "not tried because it cannot be traced"
     assert made.trials["fused"].why == "failed: an error"
     assert made.chosen.names == ("lean",)
+
+
+class AtTheEnd(Machine):
+    """A machine on which all settings together do something else in the last comparison."""
+
+    def row(self, configuration):
+        row = super().row(configuration)
+        is_last = len(self.calls) > 1 and len(self.calls[-1]) == 2 and len(configuration.names) == 2
+        return {**row, **self.last} if is_last else row
+
+
+def test_what_fails_in_the_last_comparison_is_not_recommended():
+    machine = AtTheEnd({"lean": 0.7, "fused": 0.8}, noise=0.01)
+    machine.last = {"status": "failed", "reason": "an error."}
+    made = search(machine, ("lean", "fused"))
+    assert made.chosen == DEFAULT
+    assert made.verdict == "nothing is recommended: lean + fused failed in the last comparison: an error"
+    assert [trial.why for trial in made.trials.values()] == ["failed: an error, in the last comparison"] * 2
+    assert [len(configurations) for configurations in machine.calls[-2:]] == [3, 2], "it is not tried again"
+
+
+def test_same_maths_refuses_settings_that_change_the_losses_together():
+    machine = AtTheEnd({"lean": 0.7, "release-gradients": 0.8}, noise=0.01)
+    machine.last = {"numbers": {"facts": machine.facts, "losses": [1.0, 0.6]}}
+    made = search(machine, ("lean", "release-gradients"), same_maths=True)
+    assert made.chosen == DEFAULT
+    assert made.verdict == "nothing is recommended: lean + release-gradients changes the losses"
+    assert {trial.why for trial in made.trials.values()} == {
+        "failed: it changes the losses, which --same-maths refuses"
+    }
+
+
+@pytest.mark.parametrize(("factor", "said", "end"), [
+    (1.0, {"lean": ["of lean", "of both"]}, "no effect: of lean"),
+    (0.7, {"lean": ["of lean"]}, "kept: "),
+    (1.0, {"lean": ["of both"]}, "no gain: "),
+])  # fmt: skip
+def test_a_setting_of_which_a_warning_says_that_it_has_no_effect_is_not_tried_again(factor, said, end):
+    class Warned(Machine):
+        def row(self, configuration):
+            row = super().row(configuration)
+            row["numbers"]["no_effect"] = ["of both", *said.get(str(configuration), [])]
+            return row
+
+    machine = Warned({"lean": factor}, noise=0.01)
+    made = search(machine, ("lean",))
+    assert made.trials["lean"].why.startswith(end)
+    tried = sum(Configuration(("lean",)) in configurations for configurations in machine.calls)
+    assert (tried == 1) == end.startswith("no effect")
 
 
 def test_a_setting_that_fails_is_not_counted_as_untried():
