@@ -219,8 +219,6 @@ class FitClock:
 
     def start(self, action: str) -> None:
         """An action begins."""
-        if not self._methods:
-            return
         hook = action.rpartition(".")[2]
         before = None
         if not self._stack:
@@ -238,8 +236,6 @@ class FitClock:
 
     def end(self, action: str) -> None:
         """An action ends."""
-        if not self._methods:
-            return
         names = [name for name, _ in self._stack]
         hook = action.rpartition(".")[2]
         # Actions that an exception left open end with the enclosing one.
@@ -311,14 +307,12 @@ class FitClock:
             self._gap = Moment("steps", "logging")
         elif hook in ("on_validation_epoch_end", "on_train_epoch_end"):
             self._gap = Moment("metrics", "logging")
-        elif hook == "on_validation_model_train":
+        elif hook == "on_validation_end":
             self._validated = None
             self._gap = Moment("hooks", "hooks")
 
     def _open_step(self) -> None:
         self._close_step()
-        if not self.epochs:  # a batch fetched before the first epoch
-            return
         self._is_open = True
         self._trained = False
         self._gap = Moment("steps", "hooks")

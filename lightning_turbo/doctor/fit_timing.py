@@ -83,8 +83,6 @@ class FitTiming(Listener):
 
     def part(self, epoch: int, *parts: str) -> float:
         """Return the seconds of some parts in an epoch, from 1; 0 is the time before the first one."""
-        if epoch >= len(self.seconds):
-            return 0.0
         return sum(seconds for (part, _), seconds in self.seconds[epoch].items() if part in parts)
 
     def watched(self, part: str) -> float:

@@ -218,8 +218,6 @@ class Session:
         return tuple(notes)
 
     def _fit_facts(self, steps: list[dict[tuple[str, str], float]], starts_again: bool) -> FitFacts:
-        if not self.clock.epochs:
-            return FitFacts()
         hooks = {
             action: seconds
             for action, seconds in typical_seconds(steps, 0).items()

@@ -62,11 +62,10 @@ def _ignoring_errors(work: Callable[[], object]) -> None:
 
 def _end_loaders() -> None:
     """End the worker processes of all loaders the way torch does, so that they remove their sockets."""
-    kind: type | None = getattr(dataloader, "_MultiProcessingDataLoaderIter", None)
-    if kind is not None:
-        # Uses type(), because a proxy in the program may lie about its class or compute something on attribute access.
-        for iterator in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
-            _ignoring_errors(iterator._shutdown_workers)
+    kind = dataloader._MultiProcessingDataLoaderIter
+    # Uses type(), because a proxy in the program may lie about its class or compute something on attribute access.
+    for iterator in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
+        _ignoring_errors(iterator._shutdown_workers)
 
 
 def _end_children() -> None:

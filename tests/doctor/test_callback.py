@@ -511,3 +511,47 @@ def test_what_an_epoch_of_unknown_length_costs_is_told_with_its_length(batches, 
     assert found == (["warning"] if known else [])
     said = " ".join(as_text(doctor.report).split())
     assert ("how many batches an epoch has is not known, here it is 8" in said) == (not known)
+
+
+def test_a_hook_of_it_can_log_as_that_of_any_callback():
+    class Logs(Doctor):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            self.log("seen", 1.0)
+
+    runs = trainer(doctor := Logs(**SHORT))
+    runs.fit(Noisy())
+    assert doctor.report is not None
+    assert runs.logged_metrics["seen"] == 1.0
+    assert doctor.log is None, "the module is not kept"
+
+
+def test_a_log_of_no_module_starts_nothing():
+    doctor = Doctor(**SHORT)
+    doctor.log = log = lambda *args: None
+    assert doctor.log is log
+    assert doctor.report is None
+
+
+def test_an_error_before_the_training_is_the_runs_own_and_no_report_is_made(tmp_path):
+    class Fails(Validated):
+        def validation_step(self, batch, batch_idx):
+            raise ZeroDivisionError("mine")
+
+    doctor = Doctor(**SHORT, text=tmp_path / "report.txt")
+    with pytest.raises(ZeroDivisionError):
+        trained(doctor, model=Fails, num_sanity_val_steps=1)
+    assert doctor.report is None
+    assert list(tmp_path.iterdir()) == []
+    assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
+
+
+def test_an_error_after_the_report_is_the_runs_own():
+    class Fails(Noisy):
+        def on_train_end(self):
+            raise ZeroDivisionError("mine")
+
+    second = Doctor(**SHORT)
+    with pytest.raises(ZeroDivisionError):
+        trained(doctor := Doctor(**SHORT), second, model=Fails)
+    assert doctor.report.short == ""
+    assert second.report is None

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,3 +204,57 @@ def test_a_plan_tells_what_a_step_is_for():
     assert [step for step in range(9) if plan.times(step)] == [2, 3, 4]
     assert [step for step in range(9) if plan.watches(step)] == [5, 6]
     assert plan.needed == 7
+
+
+class Plateau(BoringModel):
+    """Its schedule steps at the end of an epoch, after the validation."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 1.0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val"}}
+
+
+class Restoring(Plateau):
+    """Undoes the eval mode by itself; Lightning calls this hook of no other module."""
+
+    def on_validation_model_train(self):
+        self.train()
+
+
+class Actions(Listener):
+    """Writes down the part of the fit to which each action belongs."""
+
+    def __init__(self):
+        self.parts = {}
+
+    def enter(self, moment, before):
+        self.parts.setdefault(moment.action.rpartition(".")[2], set()).add(moment.part)
+
+
+@pytest.mark.parametrize("module", [Plateau, Restoring])
+def test_a_schedule_that_steps_after_the_validation_is_no_part_of_it(module):
+    starts = Starts()
+    starts.notes = Actions()
+    quiet_trainer(callbacks=[starts], limit_train_batches=2, limit_val_batches=1, max_epochs=2).fit(module())
+    parts = starts.notes.parts
+    assert parts["lr_scheduler_step"] == {"hooks"}
+    assert parts["on_train_epoch_end"] == {"hooks"}
+    assert parts["validation_step"] == {"sanity check", "validation"}
+
+
+def test_a_logger_without_some_of_the_methods_is_a_part_too():
+    written = []
+    logger = SimpleNamespace(log_metrics=written.append, save=None)
+    before = dict(vars(logger))
+    notes, clock = Notes(), FitClock(Guard(lambda: None))
+    clock.begin(SimpleNamespace(profiler=PassThroughProfiler(), loggers=[logger]), [notes])
+    clock._begin_epoch()
+    logger.log_metrics({"loss": 1.0})
+    clock.stop()
+    assert written == [{"loss": 1.0}]
+    assert "loggers" in notes.parts
+    assert vars(logger) == before

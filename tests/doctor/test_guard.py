@@ -82,8 +82,9 @@ def test_a_rule_that_fails_is_named_and_the_others_report(monkeypatch, capsys):
     assert "the rule 'host-sync' found nothing, because of KeyError" in capsys.readouterr().out
 
 
-def test_an_error_is_raised_in_this_projects_own_tests(monkeypatch):
-    monkeypatch.setattr("lightning_turbo.doctor.collect.run_facts", fails)
+@pytest.mark.parametrize("place", ["collect.run_facts", "rules.rule.Rule.findings"])
+def test_an_error_is_raised_in_this_projects_own_tests(place, monkeypatch):
+    monkeypatch.setattr(f"lightning_turbo.doctor.{place}", fails)
     with pytest.raises(KeyError):
         trained(Doctor(**SHORT))
 

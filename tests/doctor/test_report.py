@@ -1,11 +1,12 @@
 """The report: a verdict first, one total, text that fits the terminal, plain JSON."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from lightning_turbo.doctor.clock import PHASES
-from lightning_turbo.doctor.facts import Facts, Seen, Site
+from lightning_turbo.doctor.facts import Facts, FitFacts, PartTime, Seen, Site
 from lightning_turbo.doctor.report import Report, as_json, as_text, verdict
 from lightning_turbo.doctor.rules.rule import Finding, Place
 from lightning_turbo.doctor.timing import Segment, sum_phases
@@ -81,6 +82,13 @@ def test_the_json_is_plain_and_complete(report):
 def test_the_text_fits_the_terminal(report):
     plain = Report(facts=report.facts, findings=(finding(what="word " * 60, site=None),), short="word " * 60)
     assert max(map(len, as_text(plain, width=60).splitlines())) <= 60
+
+
+@pytest.mark.parametrize(("epochs", "took"), [(11, "110.0 s"), (12, "2.0 minutes"), (720, "2.0 hours")])
+def test_the_whole_fit_is_told_in_a_fitting_unit(report, epochs, took):
+    fit = FitFacts(parts=(PartTime(name="steps", each=10.0),), epochs=epochs, batches=100, knows_length=True)
+    text = as_text(Report(facts=replace(report.facts, fit=fit), findings=()), 120)
+    assert f"{epochs} epochs take {took}:" in " ".join(text.split()), text
 
 
 def test_files_are_written_with_their_folder(report, tmp_path):

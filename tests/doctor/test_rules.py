@@ -166,6 +166,10 @@ CASES = {
         (fit(WORKERS, start=0.7, **{"first batch": 0.5}), "warning"),
         (fit(WORKERS, **{"first batch": 0.5}), "info"),
         (fit(replace(WORKERS, persistent_workers=True), start=0.7, **{"first batch": 0.5}), None),
+        (replace(fit(WORKERS, **{"validation start": 1.2}), loader=LOADER), "warning"),
+        (replace(fit(WORKERS, **{"validation start": 0.5}), loader=LOADER), "info"),
+        (replace(fit(WORKERS, validations=0.1, **{"validation start": 1.0}), loader=LOADER), None),
+        (replace(fit(WORKERS), loader=LOADER), None),
     ],
     "lost-sampler": [
         (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False)), "error"),

@@ -204,3 +204,18 @@ def test_a_watch_that_cannot_begin_leaves_nothing_behind(watch, monkeypatch):
     watch.pause()
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
     assert seen(watch, lambda x: x.sum().item(), torch.rand(3)) == [("sync", ".item()", 1)], "it can begin again"
+
+
+def test_watching_twice_is_watching_once(watch):
+    x = torch.rand(3)
+    watch.resume()
+    assert seen(watch, lambda: x.sum().item()) == [("sync", ".item()", 1)]
+    assert (torch._C._len_torch_function_stack(), sys.getprofile()) == (0, None)
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_norm_cancels_the_bias_of_the_layer_before_it_if_there_is_one(watch, layered):
+    layer = torch.nn.Conv2d(1, 2, 1)
+    norm = torch.nn.BatchNorm2d(2)
+    seen(watch, lambda: norm(layer(torch.ones(2, 1, 2, 2)) if layered else torch.ones(2, 2, 2, 2)))
+    assert watch.biases == ({id(layer.bias)} if layered else set())

@@ -1,11 +1,17 @@
 """end_process: no handler of the program runs, what it has written is kept, and nothing of it is left behind."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
+
+from lightning_turbo.measure import end_process
+from tests.children import status_of_child
 
 PROGRAM = """
     import atexit, gc, multiprocessing, os, sys, threading, time
@@ -93,3 +99,15 @@ def test_workers_end_though_no_collector_knows_their_loader(tmp_path):
     for pid in map(int, (tmp_path / "pids").read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_process_that_the_program_has_started_is_ended():
+    def leave():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+        Path("pid").write_text(str(child.pid))
+        end_process(7)
+
+    assert status_of_child(leave) == 7
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)

@@ -31,6 +31,7 @@ class Machine:
     def __init__(self, clock, **fails):
         self.clock = clock
         self.fails = fails
+        self.error = ProcessError("gone")
         self.running = 0
         self.most = 0
         self.order = []
@@ -60,13 +61,15 @@ class FakeProcess:
     def tell(self, order):
         self.orders.append(order["order"])
         self.resume()
+        if self.machine.fails.get(self.name) == f"{order['order']} told":
+            raise ProcessError("gone")
 
     def listen(self, timeout, check):
         check()
         order = self.orders.pop(0)
         fault = self.machine.fails.get(self.name)
         if fault == (order or "start"):
-            raise ProcessError("gone")
+            raise self.machine.error
         if order == "end" or fault == f"{order or 'start'} done":
             return {"event": "done", "numbers": {"n": 1}, "peak_bytes": 0}
         self.machine.clock[0] += ROUND if order else START
@@ -96,7 +99,7 @@ def test_each_sweep_begins_with_another_process(clock):
     assert not machine.open
 
 
-@pytest.mark.parametrize("fault", [None, "border", "border done"])
+@pytest.mark.parametrize("fault", [None, "border", "border done", "border told"])
 def test_each_process_goes_over_a_border_after_its_rounds(clock, fault):
     machine = Machine(clock, **({"b": fault} if fault else {}))
     rows = run(machine, rounds=2, border=True)
@@ -135,6 +138,8 @@ def test_no_more_processes_start_at_the_same_time_than_asked_for(clock):
     ("start done", "ended before its first round", 0),
     ("round", "gone", 0),
     ("round done", "ended before its rounds were over", 0),
+    ("round told", "gone", 0),
+    ("end told", "gone", 3),
     ("end", "gone", 3),
 ])  # fmt: skip
 def test_a_process_that_fails_is_a_row_with_its_reason(clock, fault, reason, rounds):
@@ -164,6 +169,24 @@ def test_what_was_measured_before_an_interruption_is_kept(clock):
         InterleavedRounds(machine, rows, interrupt=Interrupt(34.5), progress=MagicMock()).run("abc", ORDER, rounds=1000)
     assert [len(row["rounds"]) for row in rows.values()] == [1, 2, 2]
     assert {row["status"] for row in rows.values()} == {"ok"}
+    assert not machine.open
+
+
+def test_a_second_process_that_comes_too_late_leaves_what_the_first_one_measured(clock):
+    rows = {name: new_row() for name in "ab"}
+    made = InterleavedRounds(Machine(clock), rows, interrupt=Interrupt(), progress=MagicMock())
+    made.run("a", ORDER, rounds=2)
+    made.run("ab", ORDER, rounds=2, number=1, start_until=0.0)
+    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", ""), ("skipped", interleaved.LATE)]
+    assert len(rows["a"]["rounds"]) == 2
+
+
+def test_a_second_ctrl_c_ends_all_processes_at_once(clock):
+    machine = Machine(clock, b="round")
+    machine.error = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    assert machine.most_open == 3
     assert not machine.open
 
 

@@ -1,5 +1,11 @@
 """What is said of the machine."""
 
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
 from lightning_turbo.measure import OtherLoad, describe_machine, machine
 
 
@@ -32,3 +38,33 @@ def test_a_system_that_does_not_tell_its_load_is_said_nothing_of(monkeypatch):
 
     monkeypatch.setattr(machine.Path, "read_text", fail)
     assert OtherLoad().cores() is None
+
+
+def test_a_system_without_its_files_is_said_nothing_of(monkeypatch):
+    def fail(path):
+        raise PermissionError
+
+    monkeypatch.setattr(machine.Path, "read_text", fail)
+    assert (machine.computes_in_bfloat16(), machine.huge_pages()) == (None, None)
+
+
+@pytest.mark.parametrize(("answers", "commit"), [
+    (["FOLDER", "", "abc"], "abc"),
+    (["FOLDER", " M lightning_turbo/cli.py", "abc"], "abc+"),
+    (["/another/project"], None),
+    ([FileNotFoundError("git")], None),
+    ([subprocess.CalledProcessError(128, "git")], None),
+    ([subprocess.TimeoutExpired("git", 10)], None),
+])  # fmt: skip
+def test_the_commit_is_told_inside_the_own_checkout_alone(answers, commit, monkeypatch):
+    left = [str(Path(machine.__file__).parents[2]) if each == "FOLDER" else each for each in answers]
+
+    def git(command, **options):
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(stdout=f"{answer}\n")
+
+    monkeypatch.setattr(machine.subprocess, "run", git)
+    assert describe_machine("cpu")["commit"] == commit
+    assert left == []

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,3 +173,15 @@ def test_the_first_signal_is_a_flag_and_the_second_stops_at_once(number):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+def test_a_process_that_closes_its_pipe_and_stays_is_told():
+    def wait(timeout):
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    silent = object.__new__(Process)  # without a process of the system
+    silent._lines = queue.SimpleQueue()
+    silent._process = SimpleNamespace(wait=wait)
+    silent._lines.put(b"")
+    with pytest.raises(ProcessError, match="closed its pipe without a result"):
+        silent.listen(1.0)

@@ -42,6 +42,14 @@ def test_a_terminal_shows_one_line_that_changes_and_keeps_what_is_said(clock):
     assert screen.shown() == ["toy: failed", ""], "the last line is gone"
 
 
+def test_a_terminal_shows_no_bar_of_a_run_without_an_end(clock):
+    screen = Screen()
+    with Progress(deadline=float("inf"), stream=screen) as shown:
+        clock[0] += 15
+        shown.show("toy, round 1")
+        assert screen.shown() == ["15 s passed: toy, round 1"]
+
+
 @pytest.mark.parametrize(("deadline", "left"), [(400.0, (280, 260)), (float("inf"), ())])
 def test_elsewhere_there_are_plain_lines_now_and_then_without_control_codes(clock, deadline, left):
     stream = io.StringIO()

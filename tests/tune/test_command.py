@@ -14,6 +14,9 @@ from lightning_turbo.measure import InterruptedRunError, machine, new_row
 from lightning_turbo.tune import command
 from lightning_turbo.tune.runner import TuneSettings
 from lightning_turbo.tune.search import FINAL
+from lightning_turbo.tune.worker import OUT_OF_MEMORY
+
+BATCHES = {"size": 8, "samples": 10_000, "drop_last": False, "optimizers": ["SGD"]}
 
 
 class Still:
@@ -44,10 +47,13 @@ class Still:
         return {configuration: self.row(configuration) for configuration in configurations}
 
     def row(self, configuration):
+        if configuration.batch_size > 16:
+            return {**new_row(), "status": "skipped", "reason": OUT_OF_MEMORY}
         seconds = (0.0001 if configuration.mode == "loader" else 0.010) * 0.8 ** len(configuration.names)
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
         facts = {"accumulate": 1, "lacks": ["cuda", "huge pages", "new workers"], "batches": 10}
-        return {**new_row(), "status": "ok", "rounds": rounds, "numbers": {"facts": facts, "losses": [1.0, 0.5]}}
+        numbers = {"facts": facts, "losses": [1.0, 0.5], "batches": BATCHES}
+        return {**new_row(), "status": "ok", "rounds": rounds, "numbers": numbers}
 
     def spawn(self, configuration):
         return self
@@ -110,6 +116,31 @@ def test_after_ctrl_c_the_exit_status_is_130(settings, monkeypatch):
     for at in (1, 6):
         monkeypatch.setattr(Still, "at", at)
         assert run(settings)[0] == 130
+
+
+def test_the_batch_size_is_searched_and_written(settings):
+    status, said = run(settings, batch_size=True)
+    assert status == 0
+    path = settings.out / "batch_size.md"
+    written = path.read_text()
+    assert written.startswith("The largest batch that fits is 16 (")
+    assert " The fastest a sample is 16: 2.00 times as fast" in written
+    assert all(each in said for each in (*filter(None, written.splitlines()), str(path)))
+    assert not (settings.out / "tune.md").exists()
+
+
+def test_after_ctrl_c_in_the_search_for_a_batch_size_what_was_measured_is_written(settings, monkeypatch):
+    monkeypatch.setattr(Still, "fault", InterruptedRunError)
+    monkeypatch.setattr(Still, "at", 4)
+    assert run(settings, batch_size=True)[0] == 130
+    assert "the search was ended" in (settings.out / "batch_size.md").read_text()
+
+
+def test_a_device_that_is_not_there_is_refused(settings, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(TurboError, match="torch sees no CUDA device: expected 'cpu' or 'auto'"):
+        run(settings, device="cuda")
+    assert not settings.out.exists()
 
 
 def refusal(settings, **changes):

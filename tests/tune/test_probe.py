@@ -1,11 +1,18 @@
-"""What is found out about a script before anything is measured."""
+"""What goes into the Trainer of a script, and what is found out about it before anything is measured."""
+
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_turbo.measure import RoundTimer
+from lightning_turbo.tune.candidates import Settings
 from lightning_turbo.tune.describe import describe_network
-from lightning_turbo.tune.pipeline import _in_words
+from lightning_turbo.tune.probe import Probe, change_loader, prepare_trainer, trainer_in_construction
 
 
 @pytest.mark.parametrize(("layers", "convolutions", "norms"), [
@@ -27,11 +34,86 @@ def test_one_weight_in_float64_is_enough(dtype, told):
     assert describe_network(network)["float32 weights"] == told
 
 
-@pytest.mark.parametrize(("times", "words"), [
-    # 500 samples for each process, 10 ms each to load and to write; 6 ms less in each epoch.
-    ((0.16, 0.04, 0.04), "packing takes 5 s (20 samples: 8 ms each to load, 2 packed) and pays from epoch 2 on"),
-    ((0.16, 0.16, 0.08), "packing takes 8 s (20 samples: 8 ms each to load, 4 packed) and pays from epoch 5 on"),
-    ((0.16, 0.16, 0.16), "packing takes 8 s (20 samples: 8 ms each to load, 8 packed) and saves nothing"),
+def probe_of(*orders, mode="step"):
+    """Return a probe that gets these orders."""
+    orders = iter(orders)
+    return Probe(RoundTimer(lambda event: next(orders)), mode)
+
+
+def plain_trainer(**options):
+    return Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **options)
+
+
+def prepare(trainer, probe, ranks=1, **settings):
+    task = {"settings": dataclasses.asdict(Settings(**settings)), "ranks": ranks, "batch_size": 0}
+    return prepare_trainer(trainer, task, probe)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [({}, "DDPStrategy"), ({"static_graph": True}, "TurboDDPStrategy")])
+def test_a_script_of_one_device_is_measured_on_several_ranks(strategy, kind):
+    trainer = plain_trainer()
+    before = trainer.strategy.precision_plugin
+    prepare(trainer, probe_of(), ranks=2, strategy=strategy)
+    made = trainer.strategy
+    assert type(made).__name__ == kind
+    assert made.parallel_devices == [torch.device("cpu")] * 2
+    assert type(made.cluster_environment).__name__ == "TorchElasticEnvironment"
+    assert made.precision_plugin is before
+    assert made._ddp_kwargs.get("static_graph", False) == bool(strategy)
+
+
+def test_a_search_for_a_learning_rate_is_left_alone():
+    """It runs the Trainer without the callbacks of the script."""
+    trainer, probe = plain_trainer(), probe_of()
+    prepare(trainer, probe)
+    trainer.strategy.setup_environment()
+    assert probe.validation is None
+    trainer.callbacks = [*trainer.callbacks, probe]
+    trainer.strategy.setup_environment()
+    begun = probe.validation
+    assert trainer.callbacks[0] is probe
+    trainer.strategy.setup_environment()
+    assert probe.validation is begun is not None, "once, however often the Trainer runs"
+
+
+@pytest.mark.parametrize(("settings", "workers", "changed"), [
+    ({"persistent_workers": True, "pin_memory": True}, 1, {"persistent_workers": True, "pin_memory": True}),
+    ({"persistent_workers": True, "pin_memory": True}, 0, {"persistent_workers": False, "pin_memory": True}),
+    ({}, 1, {"persistent_workers": False, "pin_memory": False}),
 ])  # fmt: skip
-def test_when_packing_pays(times, words):
-    assert _in_words(500, 20, *times).startswith(words)
+def test_settings_of_a_loader_are_applied_and_workers_persist_only_where_there_are_any(settings, workers, changed):
+    loader = DataLoader([1.0, 2.0], num_workers=workers)
+    assert change_loader(loader, settings, 0, probe_of()) is loader
+    assert {name: getattr(loader, name) for name in changed} == changed
+
+
+def test_another_version_of_lightning_that_makes_its_trainers_elsewhere_is_told():
+    with pytest.raises(RuntimeError, match="No Trainer is under construction"):
+        trainer_in_construction()
+
+
+OUTPUTS = [{"loss": torch.tensor(1.0)}, {}, None, torch.tensor(2.0), torch.ones(2)]
+
+
+def test_only_a_loss_of_one_number_is_compared():
+    probe = probe_of({"order": "round", "lead": 0, "steps": 99})
+    probe.validation = SimpleNamespace(since_step=0.0)
+    for outputs in OUTPUTS:
+        probe.on_train_batch_end(None, None, outputs, None, 0)
+    assert [loss.item() for loss in probe.losses] == [1.0, 2.0]
+
+
+def test_a_script_without_borders_goes_on_where_further_rounds_are_ordered():
+    rounds, heard = {"order": "round", "lead": 0, "steps": 1}, []
+    orders = iter([{"order": "border"}, rounds, {"order": "border"}, rounds])
+
+    def ask(event):
+        heard.append(event["event"])
+        return next(orders)
+
+    probe = Probe(RoundTimer(ask, warmup=1), mode="one batch")
+    probe.validation = SimpleNamespace(since_step=0.0)
+    for _ in range(2):
+        probe.on_train_batch_end(SimpleNamespace(num_training_batches=8), None, None, None, 0)
+    assert heard == ["ready", "border", "round", "border"]
+    assert probe.borders == []

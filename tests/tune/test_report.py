@@ -20,6 +20,7 @@ class Still:
     """A runner that measures what the table says, without noise."""
 
     cost, left = 1.0, 1e6
+    validations = ()  # seconds
 
     def __init__(self, factors, manual=False):
         self.factors, self.manual, self.facts = factors, manual, {"lacks": ["cuda"]}
@@ -36,7 +37,7 @@ class Still:
             seconds *= self.factors.get(name, 1.001)
         rounds = [{"sweep": n, "process": 0, "seconds": seconds, "steps": 1} for n in range(3)]
         losses = [] if self.manual else [2.0, 1.5 + 0.2 * ("O1" in configuration.names)]
-        numbers = {"facts": self.facts, "losses": losses}
+        numbers = {"facts": self.facts, "losses": losses, "validations": self.validations}
         return {**new_row(), "status": "ok", "rounds": rounds, "numbers": numbers}
 
 
@@ -251,6 +252,19 @@ def test_nothing_is_written_as_nothing(tmp_path):
     assert "Next: Leave the script as it is" in paths[1].read_text()
     assert "trainer: {}" in paths[2].read_text()
     assert make_results(Search([], Still({})), ["python"])["headroom"] is None, "ended before anything was measured"
+
+
+@pytest.mark.parametrize(("validations", "told"), [
+    (0.0, "1.00 s (250 steps, border 0.000 s)"),
+    (2.0, "7.00 s (250 steps, border 0.000 s, validation 6.00 s)"),
+])  # fmt: skip
+def test_a_validation_is_told_as_a_part_of_the_epoch(validations, told):
+    runner = Still({})
+    runner.facts = {"lacks": ["cuda"], "batches": 250, "validations": validations}
+    runner.validations = [2.0, 3.0, 8.0]
+    made = Search(select(list_candidates(2), ["lean"]), runner)
+    made.run()
+    assert f"An epoch takes about {told}." in as_text(make_results(made, ["python"]))
 
 
 AHEAD = "loading ahead can make it {} times as fast at most"

@@ -1,0 +1,26 @@
+"""What keeps a graph after the step is over, and what only seems to."""
+
+import torch
+from torch import nn
+
+from lightning_turbo.doctor.clock import Plan
+from lightning_turbo.doctor.retention import Retention
+from lightning_turbo.doctor.source import Sources
+
+
+class Own(nn.Linear):
+    """Keeps its last output."""
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_a_weight_that_is_computed_in_each_forward_pass_is_not_kept_by_the_user():
+    layer = nn.utils.spectral_norm(Own(2, 2))
+    retention = Retention(Plan(0, 0, 2), nn.Sequential(layer))
+    for step in range(2):
+        layer(torch.ones(1, 2))
+        retention.end_step(step)
+    assert layer.weight.grad_fn is not None, "it holds a graph like any other"
+    assert [part.name for part in retention.find(Sources([]))] == ["0.last"]

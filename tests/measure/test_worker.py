@@ -1,0 +1,57 @@
+"""The measured side of a pipe: what it reports, and how much memory it may take."""
+
+import io
+import json
+import math
+import resource
+
+import pytest
+import torch
+
+from lightning_turbo.measure import RoundTimer, SkippedError, worker
+from lightning_turbo.measure.worker import Channel, limit_memory, peak_bytes, serve
+
+
+def told(run):
+    """Return the events that a run sends."""
+    events = io.StringIO()
+    serve(Channel(io.StringIO(), events), RoundTimer(lambda event: {}), run)
+    return [json.loads(line) for line in events.getvalue().splitlines()]
+
+
+def fails(error):
+    raise error
+
+
+def test_numbers_are_plain_at_any_depth():
+    numbers = {"losses": [1, torch.tensor(0.5), math.nan], "facts": {"batches": math.inf, "lacks": ("cuda",)}}
+    (event,) = told(lambda: numbers)
+    assert event["event"] == "done"
+    assert event["numbers"] == {"losses": [1, 0.5, None], "facts": {"batches": None, "lacks": ["cuda"]}}
+
+
+@pytest.mark.parametrize(("error", "event", "reason"), [
+    (SkippedError("not here"), "skipped", "not here"),
+    (ValueError("expected a,\ngot b"), "failed", "ValueError: expected a,"),
+    (ValueError("word " * 99), "failed", "ValueError: " + " ".join(["word"] * 37) + " ..."),
+])  # fmt: skip
+def test_how_a_run_ends_is_told_in_one_line(error, event, reason):
+    assert told(lambda: fails(error)) == [{"event": event, "reason": reason}]
+
+
+def test_without_a_controlling_program_the_process_ends(monkeypatch):
+    monkeypatch.setattr(worker, "end_process", lambda status: fails(SystemExit(status)))
+    with pytest.raises(SystemExit) as error:
+        Channel(io.StringIO(""), io.StringIO()).receive()
+    assert error.value.code == 1
+
+
+def test_a_system_that_does_not_tell_its_memory_has_no_limit_and_no_peak(monkeypatch, tmp_path):
+    monkeypatch.setattr(worker, "STATUS", tmp_path / "absent")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit_memory(1.0)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert peak_bytes(torch.device("cpu")) is None
+    (tmp_path / "absent").write_text("VmPeak:   9 kB\nVmHWM:    3 kB\n")
+    assert peak_bytes(torch.device("cpu")) == 3 * 1024
