@@ -31,13 +31,14 @@ class NonFiniteGuard:
     """Checks whether gradients are finite. After an overflow it counts, and checks the outputs of every module.
 
     The plugin owns one, calls it before and after each step, and ends it with ``remove``. No step waits for it while
-    all is well: at every 50th step the device sends a flag, which is read 50 steps later, long after its arrival. If
-    the flag reports an overflow, every step is checked until one is finite or 25 consecutive ones are not.
+    all is well: at every 50th step the device sends a flag, which is read at the 50th step after that, or a later one
+    if the device is so far behind. If the flag reports an overflow, every step is checked until one is finite or 25
+    consecutive ones are not.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self._sent: Tensor | None = None
+        self._sent: _Flag | None = None
         self._found: Tensor | None = None  # from before the current step, if no scaler checks
         self._in_a_row = 0
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
@@ -67,11 +68,10 @@ class NonFiniteGuard:
             return
         self._steps += 1
         # Read the flag sent at the previous check, and send the next one.
-        if self._steps % LOOK_EVERY == 0:
-            if self._sent is not None and self._sent.item():
+        if self._steps % LOOK_EVERY == 0 and (self._sent is None or self._sent.has_arrived()):
+            if self._sent is not None and self._sent.is_set():
                 self._watch(module)
-            # From CUDA into pinned memory, without synchronizing.
-            self._sent = self._found_in_step(scaler, optimizer).to("cpu", non_blocking=True)
+            self._sent = _Flag(self._found_in_step(scaler, optimizer))
 
     def _found_in_step(self, scaler: ApexGradScaler, optimizer: Optimizer) -> Tensor:
         """Return on the device whether the last step had non-finite gradients."""
@@ -112,6 +112,24 @@ class NonFiniteGuard:
         """Return what was first non-finite: an output, otherwise a parameter, otherwise only the gradients."""
         bad = (f"the parameter {name!r}" for name, param in module.named_parameters() if _is_bad(param))
         return self._first or next(bad, "no module's output: only the gradients overflow")
+
+
+class _Flag:
+    """A value on its way from the device to the host, which does not wait for it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value.to("cpu", non_blocking=value.is_cuda)  # from CUDA into pinned memory
+        self._event = torch.cuda.Event() if value.is_cuda else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(value.device))
+
+    def has_arrived(self) -> bool:
+        """Return whether the device has sent the value; before that, the memory holds anything."""
+        return self._event is None or self._event.query()
+
+    def is_set(self) -> bool:
+        """Return whether the value is not zero."""
+        return bool(self._value.item())
 
 
 def _found_inf(optimizer: Optimizer) -> Tensor:

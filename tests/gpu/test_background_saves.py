@@ -8,7 +8,8 @@ from lightning_turbo import AtomicCheckpointIO
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(170)]
 
 DEVICE = "cuda:0"
-IN_EPOCH = {"loops": {"fit_loop": {"epoch_progress": {"current": {"ready": 1, "completed": 0}}}}}
+EPOCH = {"epoch_progress": {"current": {"ready": 1, "completed": 0}}}
+IN_EPOCH = {"loops": {"fit_loop": {**EPOCH, "epoch_loop.batch_progress": {"total": {"ready": 1}}}}}
 
 
 def test_the_steps_after_a_save_are_not_in_it_and_it_takes_no_memory_of_the_device(tmp_path):
