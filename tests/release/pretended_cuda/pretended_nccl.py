@@ -1,5 +1,7 @@
 """A process group that only accepts device tensors, as NCCL does, and uses gloo on copies."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -123,6 +125,7 @@ def install():
         module.is_nccl_available = lambda: True
     wrap = nn.parallel.DistributedDataParallel.__init__
 
+    @functools.wraps(wrap)
     def wrap_and_wait(*args, **kwargs):
         # Lightning broadcasts the weights on a separate stream, and does not synchronize it with the first step.
         wrap(*args, **kwargs)
