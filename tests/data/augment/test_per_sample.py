@@ -1,6 +1,8 @@
 """PerSample: transforms of other packages, seeded by sample."""
 
 import importlib.util
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -52,3 +54,85 @@ def test_other_packages_are_seeded_by_sample(package):
         assert torch.equal(one[1][0], whole[1][row])
     assert not torch.equal(whole[0], image)
     assert whole[1].dtype == torch.int64
+
+
+class Flips:
+    """What transforms of torchvision and kornia have in common: one draw for all that they are given."""
+
+    def __init__(self):
+        self.given = []
+
+    def flip(self, parts):
+        flips = torch.rand(()) < 0.5
+        done = [part.flip(-1) if flips else part for part in parts]
+        return done if len(done) > 1 else done[0]
+
+
+class OfTorchvision(Flips):
+    __module__ = "torchvision.transforms.v2"
+
+    def __call__(self, *parts):
+        self.given.append([type(part).__name__ for part in parts])
+        return self.flip(parts)
+
+
+class AugmentationSequential(Flips):
+    __module__ = "kornia.augmentation"
+
+    def __call__(self, *parts, data_keys):
+        assert all(part.ndim == 4 and part.is_floating_point() for part in parts)
+        self.given.append(data_keys)
+        return self.flip(parts)
+
+
+class OfKornia(Flips):
+    __module__ = "kornia.augmentation"
+
+    def __call__(self, image):
+        return self.flip([image])
+
+
+@pytest.fixture
+def _tv_tensors(monkeypatch):
+    """Stands for torchvision's module of tensors that know what they are."""
+    module = types.ModuleType("torchvision.tv_tensors")
+    for name in ("Image", "Mask"):
+        kind = type(name, (torch.Tensor,), {})
+        setattr(module, name, lambda value, kind=kind: value.as_subclass(kind))
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.tv_tensors", module)
+
+
+@pytest.mark.usefixtures("_tv_tensors")
+@pytest.mark.parametrize(("make", "given"), [
+    (OfTorchvision, ["Image", "Mask"]), (AugmentationSequential, ["input", "mask"]),
+])  # fmt: skip
+def test_a_stand_in_for_another_package_gets_each_sample_as_the_package_takes_it(make, given):
+    image, mask = images(6, SPACES[0]), masks(6, SPACES[0])
+    transform = make()
+    augmentation = BatchAugmentation([augment.PerSample(transform)], 5, mask=1)
+    whole = augmentation((image, mask), range(6))
+    assert transform.given == [given] * 6
+    assert [type(part) for part in whole] == [torch.Tensor] * 2
+    assert (whole[0].dtype, whole[1].dtype) == (torch.float32, torch.int64)
+    flipped = [not torch.equal(one, two) for one, two in zip(whole[0], image, strict=True)]
+    assert 0 < sum(flipped) < 6
+    for row in range(6):
+        assert torch.equal(whole[1][row], mask[row].flip(-1) if flipped[row] else mask[row])
+        alone = augmentation((image[row : row + 1], mask[row : row + 1]), [row])
+        assert torch.equal(alone[0][0], whole[0][row])
+
+
+@pytest.mark.usefixtures("_tv_tensors")
+@pytest.mark.parametrize("make", [OfTorchvision, OfKornia])
+def test_a_stand_in_that_gets_the_image_alone_changes_it(make):
+    image = images(6, SPACES[0])
+    (got,) = BatchAugmentation([augment.PerSample(make())], 5)((image,), range(6))
+    assert type(got) is torch.Tensor
+    assert {torch.equal(one, two.flip(-1)) for one, two in zip(got, image, strict=True)} == {True, False}
+
+
+def test_a_module_of_kornia_s_that_takes_an_image_is_refused_beside_a_mask():
+    augmentation = BatchAugmentation([augment.PerSample(OfKornia())], 5, mask=1)
+    with pytest.raises(ValueError, match=r"got <.*OfKornia.*>, 1 image\(s\) and 1 mask\(s\)\. Use"):
+        augmentation((images(2, SPACES[0]), masks(2, SPACES[0])), range(2))

@@ -19,6 +19,7 @@ from nvidia.dali import Pipeline, fn, pipeline_def, types
 from lightning_turbo import DALILoader
 from lightning_turbo.data import DevicePrefetcher
 from lightning_turbo.data.dali import DynamicPipeline, ImageFolder
+from lightning_turbo.data.dali import loader as dali_loader
 from lightning_turbo.data.dali.pipelines import Placement, explained
 from tests.dali_samples import make_photos
 from tests.integration.resuming import assert_same
@@ -451,3 +452,18 @@ def test_an_error_of_dali_s_is_told_with_its_cause_and_what_to_do(cause, device,
     error = RuntimeError("failed")
     error.__cause__ = None if cause is None else ValueError(cause)
     assert str(explained(error, Placement(0, 1, device), "Look here")).startswith(said)
+
+
+def test_the_state_of_one_rank_holds_the_pipelines_of_all(root, monkeypatch):
+    monkeypatch.setattr(dali_loader, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(dali_loader, "gather_for_checkpoint", lambda own, name, to_all: ["of rank 0", own])
+    loader = DALILoader(ImageFolder(root, train=False, size=8), 4, num_threads=1)
+    try:
+        next(iter(loader))
+        pipelines = loader.state_dict()["pipelines"]
+        assert pipelines[0] == "of rank 0"
+        assert pipelines[1] not in (None, "of rank 0")
+        monkeypatch.setattr(dali_loader, "gather_for_checkpoint", lambda own, name, to_all: [own])  # after an error
+        assert list(loader.state_dict()["pipelines"]) == [1]
+    finally:
+        loader.close()

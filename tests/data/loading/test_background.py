@@ -198,3 +198,32 @@ def test_an_interrupt_while_the_thread_is_started_leaves_none_that_takes_items(m
     with pytest.raises(RuntimeError, match="cannot continue: a KeyboardInterrupt stopped it"):
         next(iterator)
     assert made == [0, 1]
+
+
+def test_a_source_without_a_thread_has_nothing_ready():
+    source = background.Background(iter(range(3)))
+    assert (source.get(timeout=0.01), source.ready()) == (None, False)
+    assert source.take() == 0  # nothing was lost
+
+
+class OfProcesses:
+    """An iterator of torch's over worker processes, as far as the thread asks it."""
+
+    _timeout, _shutdown, _persistent_workers, _try_get_data = 0, False, False, None
+
+    def __next__(self):
+        return 1
+
+
+def test_a_thread_that_only_copies_what_worker_processes_load_takes_one_core():
+    """Its calling thread keeps its own."""
+    torch.set_num_threads(2)
+    try:
+        source = background.Background(OfProcesses(), limit=3)
+        source.stages.append(lambda batch: (batch, torch.get_num_threads()))
+        source.start(1, lambda seconds: None)
+        assert [source.get(10).batch for _ in range(3)] == [(1, 1)] * 3
+        assert torch.get_num_threads() == 2
+        source.close()
+    finally:
+        torch.set_num_threads(1)

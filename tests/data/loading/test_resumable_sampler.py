@@ -267,3 +267,22 @@ def test_generators_of_a_dataset_that_lightning_keeps_with_a_samplers_arguments_
     batches = BatchSampler(sampler, 2, drop_last=False)
     setattr(batches, "__pl_saved_args", (sampler, 2, False))  # as Lightning does in its hooks
     assert generators_of(None, batches) == []
+
+
+@pytest.mark.parametrize(("epoch", "workers"), [(None, 0), (0, 0), (5, 0), (None, 1)])
+def test_a_pass_that_gave_no_batch_has_the_seeds_of_its_samples_again_unless_another_epoch_is_set(epoch, workers):
+    def make():
+        own = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        return PrefetchLoader(Rows(4, lambda index: torch.rand(2)), 2, sample_seeds=3, **own)
+
+    def set_epoch(loader):
+        for sampler in () if epoch is None else loader._index_sampler._with_epochs:
+            sampler.set_epoch(epoch)
+
+    wanted, loader = make(), make()
+    set_epoch(wanted)
+    iter(loader)
+    set_epoch(loader)
+    passes = [[values(each) for _ in range(2)] for each in (loader, wanted)]
+    assert passes[0] == passes[1]
+    assert passes[0][0] != passes[0][1]

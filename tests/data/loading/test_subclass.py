@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.loading.subclass import copy_loader
@@ -87,3 +88,10 @@ def test_a_copy_keeps_records_of_its_own():
     getattr(twin, "__records").append("two")
     assert getattr(loader, "__records") == ["one"]
     assert twin.dataset is loader.dataset
+
+
+def test_a_loader_of_another_class_has_the_state_of_that_class_before_its_first_epoch():
+    plain = StatefulDataLoader(range(6), batch_size=2)
+    loader = PrefetchLoader.of(StatefulDataLoader(range(6), batch_size=2))
+    assert loader.state_dict().keys() == plain.state_dict().keys()
+    assert values(loader) == [[0, 1], [2, 3], [4, 5]]

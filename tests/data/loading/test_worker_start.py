@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading import worker_start
+from lightning_turbo.data.loading import source, worker_start
 from lightning_turbo.data.loading.worker_start import LONG, LongLists, StartedWith, has_long_lists, preload
 
 
@@ -244,3 +244,13 @@ def test_a_lock_of_threads_is_an_error_as_with_a_data_loader():
 
 def test_lists_without_a_file_take_none_along():
     assert LongLists().handle() is None
+
+
+@pytest.mark.parametrize(("method", "imported"), [("forkserver", True), ("spawn", False), ("fork", False)])
+def test_only_a_server_of_processes_imports_what_they_need(method, imported, monkeypatch):
+    asked = []
+    monkeypatch.setattr(source, "preload", asked.append)
+    data = [torch.zeros(1)] * 4
+    loader = PrefetchLoader(data, 2, num_workers=1, multiprocessing_context=method, worker_init_fn=abs)
+    given = source.stand_ins(loader, None, LongLists())
+    assert asked == ([[data, given["collate_fn"], abs]] if imported else [])
