@@ -248,3 +248,15 @@ def test_monais_unet_loses_every_bias_before_a_norm(norm):
     assert (len(report.dropped), report.kept) == (9, {})
     for mode in (True, False):
         close(without.train(mode)(x), net.train(mode)(x), 1e-4)
+
+
+def test_a_layer_whose_weight_is_computed_later_saves_no_zeros_and_loads_what_it_saved():
+    net = nested()
+    drop_bias_before_norm(net)
+    twin = copy.deepcopy(net)
+    for each in (net, twin):
+        nn.utils.parametrizations.weight_norm(each[1][0])
+    state = net.state_dict()
+    assert "1.0.bias" not in state
+    twin.load_state_dict(state)
+    close(twin[1][0].weight, net[1][0].weight)

@@ -1,9 +1,11 @@
 """Saves in the background of a Trainer: the same files, whole at any moment, and none of them lost."""
 
 import os
+import pickle
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_turbo import AtomicCheckpointIO, ExactResume
+from lightning_turbo._host_copy import HostCopier
 from tests.integration.noting import Noting, Numbers, gives
 from tests.integration.resuming import assert_same
 from tests.ranks import end, start
@@ -161,3 +164,10 @@ def test_every_file_that_a_killed_run_leaves_is_whole_and_of_one_step(kills, tmp
     for number in range(kills):
         steps = killed_at(tmp_path / str(number), chance.uniform(0, 0.3))
         assert 1 <= len(steps) <= 2, "one is removed when the next one is there"
+
+
+def test_a_copy_is_read_once_the_device_has_made_it():
+    made = []
+    event = SimpleNamespace(synchronize=lambda: made.append("copied"))
+    with HostCopier()._lent([], [event, event], pickle.dumps({"step": 3})) as copied:
+        assert (copied, made) == ({"step": 3}, ["copied"] * 2)

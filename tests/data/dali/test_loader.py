@@ -467,3 +467,11 @@ def test_the_state_of_one_rank_holds_the_pipelines_of_all(root, monkeypatch):
         assert list(loader.state_dict()["pipelines"]) == [1]
     finally:
         loader.close()
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", 3), ("cuda:1", 1), ("cpu", None)])
+def test_a_device_without_a_number_is_the_current_one(root, device, number, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    loader = DALILoader(ImageFolder(root, train=False, size=8), 4)
+    loader.device = torch.device(device)
+    assert loader._placement() == Placement(0, 1, number)

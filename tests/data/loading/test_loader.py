@@ -360,3 +360,17 @@ def in_turns(one, other):
     take(first, 2)
     assert len(list(other)) == len(other)  # while the thread of the first is at work
     assert len(list(first)) == len(one) - 2
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("make", [
+    lambda: PrefetchLoader(Stream(), 4), lambda: PrefetchLoader.of(StatefulDataLoader(Rows(12), 4)),
+    lambda: PrefetchLoader(Rows(12), 4, sampler=RandomSampler(Rows(12), replacement=True, generator=seeded(1))),
+    lambda: PrefetchLoader(Rows(12), 4, shuffle=True, generator=seeded(1)),
+], ids=["stream", "own state", "with replacement", "shuffled"])  # fmt: skip
+def test_who_looks_at_batches_in_the_middle_of_an_epoch_takes_none_of_it(make):
+    whole, loader = [flat(batch) for batch in make()], make()
+    iterator = iter(loader)
+    first = flat(next(iterator))
+    assert len([flat(batch) for batch in loader._beside()]) == len(whole)
+    assert [first, *(flat(batch) for batch in iterator)] == whole
