@@ -537,10 +537,10 @@ def test_an_error_before_the_training_is_the_runs_own_and_no_report_is_made(tmp_
         def validation_step(self, batch, batch_idx):
             raise ZeroDivisionError("mine")
 
-    doctor = Doctor(**SHORT, text=tmp_path / "report.txt")
+    doctor, second = Doctor(**SHORT, text=tmp_path / "report.txt"), Doctor(**SHORT)
     with pytest.raises(ZeroDivisionError):
-        trained(doctor, model=Fails, num_sanity_val_steps=1)
-    assert doctor.report is None
+        trained(doctor, second, model=Fails, num_sanity_val_steps=1)
+    assert (doctor.report, second.report) == (None, None)
     assert list(tmp_path.iterdir()) == []
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
 

@@ -241,6 +241,15 @@ def test_a_script_keeps_its_end_and_status(places, status, said, error, tmp_path
         assert "ValueError: own" in lines
 
 
+def test_a_script_with_a_doctor_of_its_own_is_left_to_it(tmp_path, capsys):
+    own = "from lightning_turbo import Doctor; settings['callbacks'] = [Doctor(warmup=1, timed=1, watched=2)]"
+    assert cli.main(arguments(tmp_path, options=KEEP, before=own)) == 0
+    told = capsys.readouterr()
+    assert "1 steps timed and 2 watched on cpu" in told.out
+    assert "train.py was not examined: its Trainer has a Doctor of its own, which reports by itself." in told.err
+    assert list((tmp_path / "runs" / "doctor").iterdir()) == []
+
+
 @pytest.mark.parametrize("after", ["", "os.rmdir(os.getcwd())"], ids=["kept", "removed"])
 def test_the_report_is_where_the_reader_is_though_the_script_goes_elsewhere(after, tmp_path, capsys):
     (tmp_path / "work").mkdir()
@@ -401,7 +410,7 @@ def changed(**more):
     ({**COMPARED, "steps": [0.021, 0.020, 0.020], "phases": [{"name": "forward", "seconds": 0.02}]},
      "slower: a step takes 1.94 times as long (1.69 to 2.22), most in forward: 10.00 ms, now 20.00"),
     ({**COMPARED, "steps": [0.005, 0.020, 0.040]}, ""),  # within its noise
-    ({**COMPARED, "steps": [0.1]}, ""), ({**COMPARED, "steps": []}, ""),
+    ({**COMPARED, "steps": [0.1]}, ""), ({**COMPARED, "steps": [], "phases": []}, ""),
 ])  # fmt: skip
 def test_two_reports_are_compared(later, said, tmp_path, capsys):
     for name, report in (("a", COMPARED), ("b", later)):
