@@ -271,7 +271,7 @@ def test_generators_of_a_dataset_that_lightning_keeps_with_a_samplers_arguments_
 
 @pytest.mark.parametrize(("epoch", "workers"), [(None, 0), (0, 0), (5, 0), (None, 1)])
 def test_a_pass_that_gave_no_batch_has_the_seeds_of_its_samples_again_unless_another_epoch_is_set(epoch, workers):
-    def make():
+    def make(workers=0):
         own = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
         return PrefetchLoader(Rows(4, lambda index: torch.rand(2)), 2, sample_seeds=3, **own)
 
@@ -279,7 +279,7 @@ def test_a_pass_that_gave_no_batch_has_the_seeds_of_its_samples_again_unless_ano
         for sampler in () if epoch is None else loader._index_sampler._with_epochs:
             sampler.set_epoch(epoch)
 
-    wanted, loader = make(), make()
+    wanted, loader = make(), make(workers)
     set_epoch(wanted)
     iter(loader)
     set_epoch(loader)
