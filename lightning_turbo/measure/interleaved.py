@@ -24,6 +24,9 @@ END_TIMEOUT_INTERRUPTED = 20.0
 
 UNENDED = "interrupted"  # the status of a row until its process ends in another way
 LATE = "no time was left for it"
+# What a process has not reached that ends instead of the event that is expected.
+UNREACHED = {"ready": "its first round", "round": "its rounds were over", "border": "the end of its epoch"}
+TWICE = "sent {got!r} in place of {expected!r}: expected one process that trains, got a fork that trains too"
 
 
 class InterruptedRunError(Exception):
@@ -172,6 +175,18 @@ class InterleavedRounds:
             self.alive.pop(name).close()
         self._progress.say(f"{self._title}{name}: {status}: {reason}")
 
+    def _expect(
+        self, name: str, expected: str, timeout: float, check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any] | None:
+        """Return the next event of a process; drop the process and return ``None`` if it is another than expected."""
+        event = self._event(name, timeout, check)
+        if event is None or event["event"] == expected:
+            return event
+        got = event["event"]
+        unreached = f"ended before {UNREACHED[expected]}"
+        self.lose(name, "failed", unreached if got == "done" else TWICE.format(got=got, expected=expected))
+        return None
+
     def _event(self, name: str, timeout: float, check: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
         """Return the next event of a process, or ``None`` if the process was dropped."""
         try:
@@ -209,10 +224,7 @@ class InterleavedRounds:
             if waiting:
                 name = waiting.pop(0)
                 self._progress.show(f"{self._title}{name}, starting")
-                event = self._event(name, START_TIMEOUT, self._interrupt.check)
-                if event is not None and event["event"] == "done":
-                    self.lose(name, "failed", "ended before its first round")
-                elif event is not None:
+                if self._expect(name, "ready", START_TIMEOUT, self._interrupt.check) is not None:
                     self.alive[name].hold()
 
     def _measure(
@@ -244,11 +256,8 @@ class InterleavedRounds:
         # The first round of a process may compile for minutes, so it can be interrupted. Any other round is nearly over
         # and runs to its end, because the results of an aborted process are lost.
         fresh = all(part["process"] != number for part in self.rows[name]["rounds"])
-        event = self._event(name, ROUND_TIMEOUT, self._interrupt.check if fresh else lambda: None)
+        event = self._expect(name, "round", ROUND_TIMEOUT, self._interrupt.check if fresh else lambda: None)
         if event is None:
-            return
-        if event["event"] == "done":
-            self.lose(name, "failed", "ended before its rounds were over")
             return
         self.alive[name].hold()
         round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
@@ -259,10 +268,7 @@ class InterleavedRounds:
         self._progress.show(f"{self._title}{name}, end of an epoch")
         if not self._tell(name, {"order": "border"}):
             return
-        event = self._event(name, ROUND_TIMEOUT, self._interrupt.check)
-        if event is not None and event["event"] == "done":
-            self.lose(name, "failed", "ended before the end of its epoch")
-        elif event is not None:
+        if self._expect(name, "border", ROUND_TIMEOUT, self._interrupt.check) is not None:
             self.alive[name].hold()
 
     def _finish(self, number: int, timeout: float) -> None:

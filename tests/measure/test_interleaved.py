@@ -13,6 +13,7 @@ from lightning_turbo.measure import (
     new_row,
 )
 
+TWICE = "sent {got!r} in place of {expected!r}: expected one process that trains, got a fork that trains too"
 START, ROUND = 10.0, 1.0  # seconds
 ORDER = {"steps": 1, "lead": 0}
 
@@ -72,6 +73,8 @@ class FakeProcess:
             raise self.machine.error
         if order == "end" or fault == f"{order or 'start'} done":
             return {"event": "done", "numbers": {"n": 1}, "peak_bytes": 0}
+        if fault == f"{order} twice":  # the copy that a script forks sends its own events
+            return {"event": "ready"}
         self.machine.clock[0] += ROUND if order else START
         self.machine.order += [self.name] * bool(order)
         if order == "border":
@@ -138,6 +141,7 @@ def test_no_more_processes_start_at_the_same_time_than_asked_for(clock):
     ("start done", "ended before its first round", 0),
     ("round", "gone", 0),
     ("round done", "ended before its rounds were over", 0),
+    ("round twice", TWICE.format(got="ready", expected="round"), 0),
     ("round told", "gone", 0),
     ("end told", "gone", 3),
     ("end", "gone", 3),
