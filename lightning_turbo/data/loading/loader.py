@@ -175,6 +175,9 @@ class PrefetchLoader(DataLoader[T]):
         if not isinstance(loader, PrefetchLoader):
             refuse_added(type(loader), vars(loader))
         twin = copy_loader(loader)
+        # torchdata's loader began an iterator for its state, and its next iter() would return that.
+        if getattr(loader, "_initial_iter_for_state_dict", False):
+            twin.load_state_dict(loader.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
         # Past the __setattr__ of the loader's class, which may be one of its own.
         object.__setattr__(twin, "__class__", prefetching(type(loader)))
         twin._begin_prefetching(prefetch_batches, threads, transfer)

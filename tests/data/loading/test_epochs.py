@@ -512,3 +512,18 @@ def test_a_whole_epoch_begins_with_the_state_of_a_loader_of_its_kind_alone(kind,
         list(ended)
         states[name] = ended.state_dict()
     assert {name for name, state in states.items() if loader.may_begin_with(state)} == others
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_loader_of_torchdata_that_was_asked_for_its_state_is_copied(num_workers, is_resumed):
+    settings = {"batch_size": 2, "num_workers": num_workers}
+    loader = StatefulDataLoader(Rows(8), **settings)
+    if is_resumed:
+        saved = StatefulDataLoader(Rows(8), **settings)
+        take(iter(saved), 1)
+        loader.load_state_dict(saved.state_dict())
+    loader.state_dict()
+    expected = [[0, 1], [2, 3], [4, 5], [6, 7]][int(is_resumed) :]
+    assert values(PrefetchLoader.of(loader)) == expected
+    assert values(loader) == expected, "the loader itself is not changed"
