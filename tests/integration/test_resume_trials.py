@@ -397,4 +397,5 @@ def test_runs_that_are_stopped_several_times(first, tmp_path, monkeypatch):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(100, 1000, 30))
 def test_nine_hundred_runs_that_are_stopped_several_times(first, tmp_path, monkeypatch):
-    assert sum(trial(number, tmp_path / str(number), monkeypatch) for number in range(first, first + 30)) >= 30
+    stops = sum(trial(number, tmp_path / str(number), monkeypatch) for number in range(first, first + 30))
+    assert stops >= 15, "runs are compared that hardly stop; the draws give about one stop per run"
