@@ -255,15 +255,16 @@ class PrefetchLoader(DataLoader[T]):
             places: Returns the states of a stream in worker processes; ``None`` if it has none.
         """
         behind: Any = super()
+        starting = starting_workers() if self.num_workers else contextlib.nullcontext()
         if behind.__iter__.__func__ is not DataLoader.__iter__:
-            with starting_workers():
+            with starting:
                 return behind.__iter__()
         if self.threads > 1:
             # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
             before = self._threaded
             self._threaded = ThreadedDataset(self.dataset, self.threads) if before is None else copy.copy(before)
         given = stand_ins(self, self._threaded, self._lists, places)
-        with starting_workers(), standing_in(self, given) if given else contextlib.nullcontext():
+        with starting, standing_in(self, given) if given else contextlib.nullcontext():
             return behind.__iter__()
 
     def _make_iterator(self, begun: Begun) -> PrefetchIterator:
