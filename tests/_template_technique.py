@@ -19,7 +19,7 @@ from lightning_turbo._checks import expect
 from lightning_turbo._lightning import Callback, LightningModule, check_binding
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows
-from tests.integration.noting import Save
+from tests.integration.recording import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_turbo import AugmentBatches, Prefetch, PrefetchDataModule, TurboStrategy, augment
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
-from tests.integration.noting import Save, gives
+from tests.integration.recording import Save, gives
 from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
@@ -18,7 +18,7 @@ IMAGES = torch.rand(12, 1, 6, 8, generator=torch.Generator().manual_seed(0))
 DATA = augment.IndexedDataset(TensorDataset(IMAGES, torch.arange(12)))
 
 
-class Noting(LightningModule):
+class RecordingModel(LightningModule):
     """Notes the images that its steps and its hook get."""
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Noting(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Hooked(Noting):
+class Hooked(RecordingModel):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         self.hooked.append(batch)
         return batch
@@ -61,7 +61,7 @@ def fit(model, data, *callbacks, ckpt_path=None, **settings):
 
 @pytest.fixture(scope="module")
 def expected():
-    return fit(Noting(), DataLoader(DATA, batch_size=4)).seen
+    return fit(RecordingModel(), DataLoader(DATA, batch_size=4)).seen
 
 
 def assert_same(seen, expected):
@@ -81,10 +81,10 @@ LEAN = {"lean": KNOWS_WEIGHTS_ONLY}
 @pytest.mark.parametrize(
     ("model", "data", "callbacks", "settings"),
     [
-        (Noting, lambda: DataLoader(DATA, batch_size=4, num_workers=1), [], {}),
-        (Noting, lambda: PrefetchLoader(DATA, batch_size=4, shuffle=True), [], {"strategy": "turbo"}),
+        (RecordingModel, lambda: DataLoader(DATA, batch_size=4, num_workers=1), [], {}),
+        (RecordingModel, lambda: PrefetchLoader(DATA, batch_size=4, shuffle=True), [], {"strategy": "turbo"}),
         (Hooked, lambda: DataLoader(DATA, batch_size=4, num_workers=2), [lambda: Prefetch(sample_seeds=1)], {}),
-        (Noting, lambda: gives(DataLoader(DATA, batch_size=4), PrefetchDataModule), [], {"strategy": "turbo"}),
+        (RecordingModel, lambda: gives(DataLoader(DATA, batch_size=4), PrefetchDataModule), [], {"strategy": "turbo"}),
     ],
     ids=["workers", "turbo", "prefetch", "datamodule"],
 )
@@ -93,14 +93,14 @@ def test_every_loader_and_strategy_gives_the_same_images(expected, model, data, 
 
 
 def test_the_lean_step_augments_too(expected):
-    assert_same(fit(Noting(), DataLoader(DATA, batch_size=4), strategy=TurboStrategy(**LEAN)).seen, expected)
+    assert_same(fit(RecordingModel(), DataLoader(DATA, batch_size=4), strategy=TurboStrategy(**LEAN)).seen, expected)
 
 
 def test_a_resumed_run_augments_as_one_that_never_stopped(expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = lambda: DataLoader(DATA, batch_size=4)  # noqa: E731
-    fit(Noting(), data(), Prefetch(), Save("mid.ckpt", 2, "on_train_batch_end"))
-    seen = fit(Noting(), data(), Prefetch(), ckpt_path="mid.ckpt").seen
+    fit(RecordingModel(), data(), Prefetch(), Save("mid.ckpt", 2, "on_train_batch_end"))
+    seen = fit(RecordingModel(), data(), Prefetch(), ckpt_path="mid.ckpt").seen
     assert len(seen) == 16
     assert_same(seen, {key: expected[key] for key in seen})
 
@@ -149,13 +149,13 @@ def test_several_callbacks_augment_in_their_order(settings):
 def test_batches_without_indices_are_refused_and_nothing_is_left():
     trainer = quiet_trainer(max_epochs=1, callbacks=[callback()])
     with pytest.raises(ValueError, match="IndexedDataset"):
-        trainer.fit(Noting(), DataLoader(DATA.dataset, batch_size=4))
+        trainer.fit(RecordingModel(), DataLoader(DATA.dataset, batch_size=4))
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 def test_a_step_that_moves_batches_itself_is_warned_of():
-    class Itself(Noting):
+    class Itself(RecordingModel):
         def training_step(self, dataloader_iter):
             batch, _, _ = next(dataloader_iter)
             return self.net(batch.data[0].flatten(1)).square().mean()

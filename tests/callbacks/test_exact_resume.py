@@ -12,7 +12,7 @@ from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
 from lightning_turbo.callbacks.resume import loaders, random_states, resharded, schedulers
 from lightning_turbo.data.loading.epoch_state import EpochState, StreamPlace
 from tests.data.samples import Rows
-from tests.integration.noting import Save
+from tests.integration.recording import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import AtomicCheckpointIO, ExactResume, Preemption, PrefetchLoader, TurboDDPStrategy
 from lightning_turbo.callbacks import preemption
-from tests.integration.noting import Noting, Numbers
+from tests.integration.recording import Numbers, RecordingModel
 from tests.integration.resuming import assert_same
 from tests.ranks import end, rank_command, start, start_ranks
 from tests.trainers import quiet_trainer
@@ -48,7 +48,7 @@ class Tells(Callback):
 def fit(folder, *callbacks, path=None, loader=PrefetchLoader, workers=0, **settings):
     """Train 3 epochs of 6 batches."""
     torch.manual_seed(0)
-    model = Noting()
+    model = RecordingModel()
     settings = {"max_epochs": 3, "default_root_dir": folder, **settings}
     trainer = quiet_trainer(callbacks=list(callbacks), **settings)
     data = loader(Numbers(24), batch_size=4, shuffle=True, num_workers=workers)

@@ -13,7 +13,7 @@ from lightning_turbo import DALILoader, Prefetch, PrefetchLoader
 from lightning_turbo.data import DeviceTransfer
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import seeded
-from tests.integration.noting import Noting, Numbers, fit, gives
+from tests.integration.recording import Numbers, RecordingModel, fit, gives
 from tests.trainers import quiet_trainer
 
 pytestmark = [
@@ -37,7 +37,7 @@ class Peek(Callback):
         setattr(self, hook, peek)
 
 
-class PeeksInStep(Noting):
+class PeeksInStep(RecordingModel):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
             next(iter(self.trainer.train_dataloader))
@@ -96,7 +96,7 @@ def test_a_step_and_a_validation_may_look_too():
 
 
 def test_one_of_several_loaders_is_looked_at():
-    class Both(Noting):
+    class Both(RecordingModel):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch["a"], batch_idx)
 
@@ -114,7 +114,7 @@ def test_one_of_several_loaders_is_looked_at():
 def test_an_epoch_that_was_left_early_is_followed_by_the_trainers_own():
     """The next epoch is the Trainer's, though the iterator before it was not at its end."""
 
-    class Skips(Noting):
+    class Skips(RecordingModel):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 3 else None
 

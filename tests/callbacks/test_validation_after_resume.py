@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
 from tests.data.samples import seeded
-from tests.integration.noting import Save, matrix
+from tests.integration.recording import Save, matrix
 from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 

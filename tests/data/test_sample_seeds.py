@@ -29,7 +29,7 @@ from lightning_turbo.data import PrefetchLoader, SeededSampler, seed_samples, tu
 from lightning_turbo.data.sample_seeds import SeededDataset, seed_sample, seeds_of
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, seeded
-from tests.integration.noting import Save, fit, gives
+from tests.integration.recording import Save, fit, gives
 
 pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
 

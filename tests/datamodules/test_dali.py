@@ -14,7 +14,7 @@ from lightning_turbo import DALIDataModule, DALILoader, _optional
 from lightning_turbo.data.dali import DynamicPipeline, ImageFolder
 from lightning_turbo.errors import MissingExtraError
 from tests.dali_samples import make_photos
-from tests.integration.noting import Save
+from tests.integration.recording import Save
 from tests.trainers import quiet_trainer
 
 SETTINGS = {"batch_size": 4, "num_threads": 1, "seed": 3, "images": {"size": 8, "index": True}}

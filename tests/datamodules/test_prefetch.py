@@ -26,7 +26,7 @@ from lightning_turbo.callbacks import prefetch
 from lightning_turbo.data.loading.tune_workers import WorkerTuning
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Rows, Stream
-from tests.integration.noting import Noting, Numbers, fit, gives
+from tests.integration.recording import Numbers, RecordingModel, fit, gives
 from tests.leftovers import nothing_is_left, wait_until
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
@@ -68,7 +68,7 @@ class Mine(PrefetchDataModule, Theirs):
     pass
 
 
-class Unseeing(Noting):
+class Unseeing(RecordingModel):
     """Takes batches of any structure."""
 
     def training_step(self, batch, batch_idx):
@@ -112,7 +112,7 @@ def test_training_is_the_same_bit_for_bit_and_nothing_is_left(settings):
 
 @pytest.mark.parametrize(("workers", "error"), [(0, ValueError), (1, None), (1, KeyboardInterrupt)])
 def test_a_fit_that_ends_early_leaves_nothing(workers, error):
-    class Stops(Noting):
+    class Stops(RecordingModel):
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
                 self.trainer.should_stop = True
@@ -129,7 +129,7 @@ def test_a_fit_that_ends_early_leaves_nothing(workers, error):
 
 
 def test_fit_twice_then_test_and_predict():
-    datamodule, model = Mine(), Noting()
+    datamodule, model = Mine(), RecordingModel()
     one = quiet_trainer(max_epochs=1)
     one.fit(model, datamodule=datamodule)
     one.fit_loop.max_epochs = 2
@@ -152,7 +152,7 @@ def test_it_can_be_inherited_alone_and_what_is_not_defined_stays_undefined():
         model = fit(gives(loader, **settings))
         assert (model.losses, model.others) == (plain.losses, [])  # Lightning did not ask for validation loaders
     with pytest.raises(MisconfigurationException, match="test_dataloader"):
-        quiet_trainer().test(Noting(), datamodule=gives(loader), verbose=False)
+        quiet_trainer().test(RecordingModel(), datamodule=gives(loader), verbose=False)
 
 
 A, B = DataLoader(Numbers(), 4), DataLoader(Numbers(8), 4)
@@ -272,14 +272,14 @@ def test_exact_resume_is_added_where_it_is_asked_for(door, exact_resume):
     data, *callbacks = DOORS[door](A, exact_resume=exact_resume)
     trainer = quiet_trainer(max_epochs=1, limit_val_batches=0, callbacks=callbacks)
     own = [*trainer.callbacks]
-    trainer.fit(Noting(), datamodule=data)
+    trainer.fit(RecordingModel(), datamodule=data)
     added = [type(each) for each in trainer.callbacks if each not in own]
     assert added == [ExactResume] * exact_resume
 
 
 @pytest.mark.parametrize("error", [None, OSError])
 def test_the_next_datamodule_of_a_trainer_is_not_prefetched(error):
-    class Stops(Noting):
+    class Stops(RecordingModel):
         def on_train_batch_end(self, *_):
             if error is not None:
                 raise error
@@ -291,7 +291,7 @@ def test_the_next_datamodule_of_a_trainer_is_not_prefetched(error):
         nothing_is_left()
     assert "process_dataloader" not in vars(trainer.strategy)
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(Noting(), datamodule=Theirs())
+    trainer.fit(RecordingModel(), datamodule=Theirs())
     assert type(trainer.train_dataloader) is DataLoader
 
 
@@ -304,7 +304,7 @@ def test_from_datasets():
 
 
 def test_device_transform():
-    class Sees(Noting):
+    class Sees(RecordingModel):
         def training_step(self, batch, batch_idx):
             assert batch.dtype == torch.float32
             assert batch.unique().tolist() == pytest.approx([1.0])
@@ -331,7 +331,7 @@ def test_a_loader_of_the_users_has_its_own_transfer_again_after_the_run():
 def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_batch():
     """The choice alone: a strategy that says it works on a CUDA device is pretended."""
 
-    class Hooked(Noting):
+    class Hooked(RecordingModel):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
             return batch
 
@@ -356,7 +356,7 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
         assert transfer() is None
     assert transfer(device_prefetch=False) is None
     Strategy.device_prefetch = True
-    Pretended.lightning_module = Noting()
+    Pretended.lightning_module = RecordingModel()
     assert transfer() is None
 
 
@@ -474,7 +474,7 @@ class Endless(DataLoader):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_with_one_endless_iterator(workers):
     def run(base):
-        loader, module = Endless(Numbers(), 4, num_workers=workers), Noting()
+        loader, module = Endless(Numbers(), 4, num_workers=workers), RecordingModel()
         quiet_trainer(max_epochs=3).fit(module, gives(loader, base))
         loader.__del__()
         return module.seen
@@ -536,9 +536,9 @@ class HandsOnMine(PrefetchDataModule, HandsOn):
 def test_a_class_behind_that_saves_its_arguments_finds_what_it_got(cls, given, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["train"])
     words = [f"--data.{name}={value}" for name, value in given.items()]
-    cli = LightningCLI(Noting, cls, run=False, args=words, seed_everything_default=False)
+    cli = LightningCLI(RecordingModel, cls, run=False, args=words, seed_everything_default=False)
     one = quiet_trainer(max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
-    one.fit(Noting(), datamodule=cls(**given))
+    one.fit(RecordingModel(), datamodule=cls(**given))
     one.save_checkpoint(tmp_path / "one.ckpt")
     again = cls.load_from_checkpoint(tmp_path / "one.ckpt", **unpickling(False))
     got = {"batch_size": 4, "num_workers": 0, "pin_memory": False, **given}
@@ -575,7 +575,7 @@ class Dealt(Stream):
 
 
 def test_a_number_of_workers_that_one_stream_keeps_is_given_to_no_other(monkeypatch):
-    class Blind(Noting):
+    class Blind(RecordingModel):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             pass
 
@@ -633,7 +633,7 @@ def test_epochs_that_are_broken_off(loader, workers):
             def val_dataloader(self):
                 return [loader(self.own[1], workers), DataLoader(Numbers(6))]
 
-        class Pauses(Noting):
+        class Pauses(RecordingModel):
             def on_before_zero_grad(self, optimizer):
                 time.sleep(pause)
 

@@ -1,6 +1,6 @@
-"""Small programs with one bad habit each, whose line is marked, and programs with none.
+"""Small programs with one bad habit each, marked on its line, and programs without any.
 
-The step's own lines are written between ``loss = self.loss(batch)`` and ``return loss``; other programs are whole.
+The lines of a step go between ``loss = self.loss(batch)`` and ``return loss``; the other programs are complete.
 """
 
 HEADER = """
@@ -37,7 +37,7 @@ class Model(Base):
         {}
 """
 
-# The last line of each is what the finding is about.
+# The finding is about the last line of each.
 SICK_STEPS = [
     ("housekeeping", ["torch.cuda.empty_cache()"]),
     ("host-sync", ["self.kept = batch[0][batch[0] > 0].sum()"]),

@@ -1,4 +1,4 @@
-"""Fits in each of which one thing is slow, and fits in which nothing is: each is a script of its own."""
+"""Scripts that call fit: one part is slow in some of them, and none in the others."""
 
 SCRIPT = """
 import time
@@ -98,7 +98,7 @@ class Slow(Metric):
         return self.total
 """
 
-# Name -> the parts that differ, the rule that names the cause, and a word of it.
+# Name -> the parts of the script that differ, the rule that reports the cause, and a word of the report.
 PLANTED = {
     "slow worker start": (
         {"before": STARTS, "loader": "DataLoader(images(1280), 32, num_workers=1, worker_init_fn=start)"},
@@ -158,5 +158,5 @@ CLEAN = {
 
 
 def script(parts):
-    """The text of a fit."""
+    """Return the text of a script that calls fit."""
     return SCRIPT.format(**{**PARTS, **parts})

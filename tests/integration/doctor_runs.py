@@ -1,4 +1,4 @@
-"""What the tests of the Doctor share: networks to train, and a quiet Trainer."""
+"""Networks to train and a quiet Trainer for the tests of the Doctor."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ class ManualBase(Base):
 
 
 class Noisy(LightningModule):
-    """Dropout, batch norm, Adam and a few bad habits: whatever the doctor disturbed would show."""
+    """Dropout, batch norm, Adam and a few bad habits, so that any effect of the Doctor on training shows."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small regression that Lightning alone and ApexAMP train alike, and how far two of its ends are apart."""
+"""A small regression that is trained with and without ApexAMP, and the distance between two results."""
 
 import lightning.pytorch as pl
 import torch
@@ -48,10 +48,10 @@ def fit(module, plugin=None, max_epochs=3, ckpt_path=None, **flags):
 
 
 def flat(module):
-    """Return all that a module's state holds as one vector."""
+    """Return the state of a module as one vector."""
     return torch.cat([value.detach().float().flatten() for _, value in sorted(module.state_dict().items())])
 
 
 def apart(module, other, start):
-    """Return how far two modules are apart, against how far from the start the second one went."""
+    """Return the distance of two modules divided by the distance of the second one from the start."""
     return float((flat(module) - flat(other)).norm() / (flat(other) - flat(start)).norm())

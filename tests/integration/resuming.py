@@ -1,4 +1,4 @@
-"""Trains, goes on from checkpoints of two moments, and compares the ends; in one process or in each of two ranks."""
+"""Trains, resumes from two checkpoints, and compares the results, in one process or in each of two ranks."""
 
 import os
 
@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP
-from tests.integration.noting import Save
+from tests.integration.recording import Save
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
@@ -47,7 +47,7 @@ class Net(pl.LightningModule):
 
 
 class Bits(pl.Callback):
-    """Keeps, at the end of the run, everything that must be equal."""
+    """Keeps everything that must be equal at the end of the run."""
 
     def on_train_end(self, trainer, module):
         self.state = {
@@ -61,7 +61,7 @@ class Bits(pl.Callback):
 
 
 def run(case, folder, moment=None):
-    """Trains from the beginning, or from the checkpoint of a moment, and returns the end."""
+    """Train from the beginning or from one of the checkpoints, and return the result."""
     level, optimizer, half = case.split("-")
     torch.manual_seed(1 if moment else 0)  # a resumed run must not depend on how it is initialized
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def assert_same(a, b, path=""):
 
 
 def check_resumed(case, ends):
-    """The runs from each moment end as the straight one."""
+    """Check that the run resumed from each checkpoint equals the uninterrupted one."""
     straight = ends["straight"]
     assert straight["step"] == 6
     if case.endswith("float16") and case[:2] in ("O1", "O2") and "bfloat16" not in case:

@@ -1,4 +1,4 @@
-"""The benchmark as a user runs it: real processes, a toy suite, and the real suites in the slow form."""
+"""The benchmark command with real processes: a toy suite, and the real suites in the slow tests."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def read(folder):
     (("one", "absent", "raises"), 1, [(0, 0), (1, 0), (2, 0)]),
     pytest.param(("*",), 2, [(0, 0), (1, 0), (2, 1), (3, 1)], marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_one_bad_case_stops_nothing_else(toy, names, processes, sweeps, capsys):
+def test_a_failing_benchmark_case_does_not_stop_the_others(toy, names, processes, sweeps, capsys):
     assert run(Settings(**toy, only=names, processes=processes)) == 1
     results, rows = read(toy["out"])
     assert rows["one"]["status"] == "ok", rows["one"]["reason"]
@@ -103,10 +103,10 @@ def test_one_bad_case_stops_nothing_else(toy, names, processes, sweeps, capsys):
     shown = capsys.readouterr()
     assert "OSError: no more" in shown.out
     assert f"toy: {len(rows)} cases" in shown.err
-    assert "\x1b" not in shown.err, "no bar where there is no terminal"
+    assert "\x1b" not in shown.err, "no progress bar without a terminal"
 
 
-def test_a_run_goes_on_where_the_last_one_ended(toy, monkeypatch):
+def test_an_interrupted_benchmark_resumes(toy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Settings, "seconds", 0.0)
         results = measure(Settings(**toy, only=("one",)), save=len)
@@ -140,7 +140,7 @@ def test_a_run_goes_on_where_the_last_one_ended(toy, monkeypatch):
     assert found["skips"]["status"] == "skipped"
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_any_case(toy, tmp_path, capsys):
+def test_an_unwritable_output_folder_is_refused_before_any_case(toy, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
     assert main(["toy", "--out", str(tmp_path / "file" / "within")]) == 2
     assert "Not a directory" in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_case(toy, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_keep_what_was_measured(number, toy):
+def test_ctrl_c_and_sigterm_keep_finished_measurements(number, toy):
     def press():
         wait_until((toy["out"] / "results.json").exists, 120)  # it is written after the first sweep
         os.kill(os.getpid(), number)
@@ -175,7 +175,7 @@ def test_the_command_lists_cases(capsys):
     (["overhead", "--only", "O9"], "only=('O9',) matches no case; `python -m benchmarks --list` shows their names"),
     (["--minutes", "0"], "minutes=0.0: expected a number above 0"),
 ])  # fmt: skip
-def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):
+def test_invalid_command_line_arguments_are_refused(arguments, message, capsys):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -183,7 +183,7 @@ def test_the_command_refuses_what_it_cannot_do(arguments, message, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SUITES)
-def test_every_case_runs_in_its_smallest_form(name, tmp_path):
+def test_every_benchmark_case_runs_in_its_smallest_form(name, tmp_path):
     only = {
         "grid": ("free step, even io load x1, ?*",),
         "gpu": ("toy*", "*batch 128: O[0-3], bf16", "*UNet*: O1, bf16", "trans*: *compiled", "feed*", "*doctor*"),

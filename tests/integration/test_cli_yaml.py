@@ -1,4 +1,4 @@
-"""A YAML file for LightningCLI can name every public class that stands in a Trainer, with its arguments."""
+"""LightningCLI can create every public class that a Trainer takes from a YAML file, with its arguments."""
 
 import inspect
 from datetime import timedelta
@@ -20,7 +20,7 @@ from tests.trainers import FLAGS
 from tests.versions import KNOWS_WEIGHTS_ONLY
 
 pytestmark = pytest.mark.filterwarnings(
-    # Arguments without a type, such as those of torch's own DataLoader.
+    # Arguments without a type annotation, such as those of torch's DataLoader.
     "ignore:\\s*Instantiating a subclass spec given as value for a type that accepts any value",
 )
 
@@ -31,7 +31,7 @@ PARTS = {
     "compile": {"what": "blocks", "mode": "max-autotune"},
     **({"lean": True} if KNOWS_WEIGHTS_ONLY else {}),
 }  # fmt: skip
-# The file's arguments of a strategy that Lightning has as well, and what the strategy has to show for them.
+# Arguments of a strategy that Lightning has as well, and the attributes that the strategy must have.
 GIVEN = {
     "checkpoint_io": ASYNC,
     "precision_plugin": {"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": "O2"}},
@@ -44,7 +44,7 @@ FORMAT = {"memory_format": "contiguous"}
 LOADING = {"num_workers": 1, "persistent_workers": True, "prefetch_batches": 3, "threads": 2}
 AMP = {"opt_level": "O2", "loss_scale": 128.0}
 
-# Section of the file, class, its arguments there, and what the object has to show for it.
+# Section of the file, class, its arguments, and the attributes that the object must have.
 AUGMENTATION = {
     "class_path": "lightning_turbo.data.augment.BatchAugmentation",
     "init_args": {
@@ -95,7 +95,7 @@ DATA = {
     "Normalize",
     "DALILoader",
 }
-# They take a loader or a dataset that is there already, go into a plugin, or need NVIDIA's apex.
+# They take an existing loader or dataset, are passed to a plugin, or need NVIDIA's apex.
 IN_CODE = {
     "DevicePrefetcher", "LengthBatchSampler", "SeededSampler", "WeightedSampler", "ApexGradScaler", "RealApexAMP",
 }  # fmt: skip
@@ -123,7 +123,7 @@ class Data(lightning_turbo.PrefetchDataModule):
 
 
 class Given(LightningDataModule):
-    """A DataModule whose loader the file names."""
+    """A DataModule whose loader the file specifies."""
 
     def __init__(self, loader: DataLoader | lightning_turbo.DALILoader):
         super().__init__()
@@ -160,7 +160,7 @@ def agrees(found, shown):
 
 
 @pytest.mark.parametrize(("section", "name", "arguments", "shown"), TABLE, ids=[name for _, name, _, _ in TABLE])
-def test_a_file_names_the_class_and_its_arguments(section, name, arguments, shown):
+def test_yaml_instantiates_the_class_with_its_arguments(section, name, arguments, shown):
     entry = named(name, **arguments)
     value = entry if section == "strategy" else [entry]
     trainer = load(trainer={**FLAGS, section: value}).trainer
@@ -171,13 +171,13 @@ def test_a_file_names_the_class_and_its_arguments(section, name, arguments, show
 @pytest.mark.parametrize(("text", "dtype"), [
     ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16), ("torch.float16", torch.float16),
 ])  # fmt: skip
-def test_a_file_gives_dtypes_as_text(text, dtype):
+def test_yaml_gives_dtypes_as_strings(text, dtype):
     settings = named("ApexAMP", opt_level="O2", dtype=text, cast_model_outputs=text, keep_fp32_modules=["net"])
     found = load(trainer={**FLAGS, "plugins": [settings]}).trainer.precision_plugin
     agrees(found, {"half_dtype": dtype, "_casts.properties.cast_model_outputs": dtype})
 
 
-def test_no_public_class_is_left_out():
+def test_every_public_class_has_a_yaml_example():
     public = {name for name in lightning_turbo.__all__ if inspect.isclass(getattr(lightning_turbo, name))}
     assert public == {name for _, name, _, _ in TABLE} | DATA | IN_CODE
 
@@ -186,7 +186,7 @@ def test_no_public_class_is_left_out():
     not isinstance(DataLoader.__init__.__annotations__["dataset"], str),
     reason="jsonargparse does not find the arguments of a class for Dataset[T], as torch 2.6 annotates it",
 )
-def test_a_file_names_a_loader_and_its_dataset():
+def test_yaml_instantiates_a_loader_and_its_dataset():
     np.savez("rows.npz", x=np.zeros((7, 4), np.float32), y=np.arange(7))
     dataset = named("PackedDataset", source="rows.npz", keys=["x"], transform="builtins.len")
     settings = {"batch_size": 2, "drop_last": True, "prefetch_batches": 3, "threads": 2}
@@ -197,7 +197,7 @@ def test_a_file_names_a_loader_and_its_dataset():
     assert list(loader.dataset.arrays) == ["x"]
 
 
-def test_a_file_names_what_a_prefetching_datamodule_takes():
+def test_yaml_gives_the_arguments_of_a_prefetching_datamodule():
     normalize = named("Normalize", mean=[0.5], std=[0.25], dtype="torch.float16", scale=1.0, keys=["image"])
     settings = {"prefetch_batches": 3, "threads": 2}
     file = {"batch_size": 2, **settings, "device_prefetch": False, "device_transform": normalize, "sample_seeds": 1}
@@ -211,7 +211,7 @@ def test_a_file_names_what_a_prefetching_datamodule_takes():
     })  # fmt: skip
 
 
-def test_a_file_names_what_dali_takes():
+def test_yaml_gives_the_arguments_of_dali():
     pytest.importorskip("nvidia.dali")
     make_photos("photos", per_class=1)
     images, options = {"size": 8, "index": True}, {"num_threads": 1, "prefetch": 3, "seed": 5}

@@ -10,11 +10,11 @@ from tests.datamodules.test_dali import Save, fit
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-COUNT = 27  # no multiple of two ranks
+COUNT = 27  # not a multiple of two ranks
 
 
 def fit_twice(photos, folder):
-    """Fit with DDP, keep a checkpoint of mid-epoch, and fit again from it."""
+    """Fit with DDP, save a checkpoint in the middle of an epoch, and resume from it."""
     for name, more in (("whole", {"callbacks": [Save(folder / "kept", 6)]}), ("rest", {"ckpt_path": folder / "kept"})):
         model, trainer, _ = fit(photos, devices=2, strategy="ddp", max_epochs=3, **more)
         weights = model.layer.weight.detach().clone()
@@ -26,7 +26,7 @@ def numbers(runs, part, epoch, start=0):
     return sorted(n for run in runs for e, _, batch, _ in run[part][start:] for n in batch if e == epoch)
 
 
-def test_under_ddp_every_epoch_covers_the_data_and_a_resumed_run_equals_the_whole_one(tmp_path):
+def test_dali_under_ddp_covers_the_data_in_every_epoch_and_resumes_exactly(tmp_path):
     run_ranks(fit_twice, make_photos(tmp_path / "photos", per_class=COUNT // 3), tmp_path)
     whole, rest = ([torch.load(tmp_path / f"{name}.{rank}") for rank in (0, 1)] for name in ("whole", "rest"))
     assert [run["steps"] for run in whole] == [12, 12]

@@ -1,4 +1,4 @@
-"""The example of volumes under a DALILoader: values, labels, crops, and its program."""
+"""The example that loads volumes with a DALILoader: values, labels, crops, and its script."""
 
 import itertools
 import sys
@@ -33,11 +33,11 @@ def test_evaluation_equals_numpy(pairs):
     volumes, labels = load(pairs, (8, 6, 4), train=False)
     assert labels.tolist() == list(range(10))
     expected = np.stack([standardize(np.load(path)[2:10, 2:8, 3:7]) for path, _ in pairs])
-    # Sums of 192 float32 values in another order: a few units in the last place of values up to 4.
+    # Sums of 192 float32 values in another order differ by a few units in the last place for values up to 4.
     np.testing.assert_allclose(volumes[:, 0], expected, atol=1e-5)
 
 
-def test_training_flips_and_crops_the_volume_of_the_label(pairs):
+def test_training_flips_and_crops_the_volume_that_belongs_to_the_label(pairs):
     ranks = [load(pairs, (11, 9, 9), rank=rank, world_size=2) for rank in range(2)]
     assert sorted(label for _, labels in ranks for label in labels) == list(range(10))
     for volumes, labels in ranks:
@@ -49,7 +49,7 @@ def test_training_flips_and_crops_the_volume_of_the_label(pairs):
             assert sum(same) == 1
 
 
-def test_the_program_loads_each_volume_once_and_resumes(monkeypatch, capsys):
+def test_the_example_loads_each_volume_once_and_resumes(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dali_volumes.py"])
     dali_volumes.main()
     assert capsys.readouterr().out.splitlines() == [

@@ -20,7 +20,7 @@ def run(out, *argv):
     return status, json.loads((out / "results.json").read_text())
 
 
-def test_each_part_is_measured_and_everything_is_written(tmp_path, capsys, monkeypatch):
+def test_the_demo_measures_each_part_and_writes_all_results(tmp_path, capsys, monkeypatch):
     write = patches.write_scans
     monkeypatch.setattr(patches, "write_scans", lambda folder: write(folder, count=2))
     monkeypatch.setattr(patches, "SCANS", 2)
@@ -54,7 +54,7 @@ def test_an_unknown_level_is_refused(capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_default_run_reaches_its_accuracy_everywhere(tmp_path):
+def test_the_default_demo_reaches_the_expected_accuracy(tmp_path):
     status, results = run(tmp_path, "--minutes", "2")
     assert status == 0
     assert (tmp_path / "tune" / "turbo.py").exists()

@@ -1,4 +1,4 @@
-"""The corpus: each bad habit is named with its line, and nothing is said about clean programs and the examples."""
+"""The corpus: the Doctor reports each bad habit with its line, and nothing for clean programs and the examples."""
 
 import importlib.util
 import linecache
@@ -34,7 +34,7 @@ SEEN = {"warmup": 1, "timed": 5, "watched": 3}
 
 @pytest.fixture
 def own_time(monkeypatch):
-    """Times the steps by what this thread computes: what other programs on the machine take is no habit of the loop."""
+    """Times the steps by this thread's CPU time, so that other programs on the machine don't count."""
     monkeypatch.setattr("lightning_turbo.doctor.timing.time", SimpleNamespace(perf_counter=time.thread_time))
 
 
@@ -48,10 +48,10 @@ def fit(model, data=None, **more):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Imports a program from a file of its own."""
+    """Writes a program to a file and imports it."""
 
     def load(program):
-        # Under its own name on the path: where worker processes are not forked, they import it.
+        # Worker processes that are not forked import the module by its name.
         path = tmp_path / "corpus_program.py"
         monkeypatch.syspath_prepend(tmp_path)
         path.write_text(HEADER + program)
@@ -65,12 +65,12 @@ def load(tmp_path, monkeypatch):
     return load
 
 
-def test_every_rule_that_a_cpu_shows_is_in_the_corpus():
-    told = {rule.name for rule in RULES if re.search(rf"(<-|line:|,) {rule.name}\b", "".join(SICK_PROGRAMS))}
+def test_the_corpus_covers_every_rule_that_applies_on_a_cpu():
+    covered = {rule.name for rule in RULES if re.search(rf"(<-|line:|,) {rule.name}\b", "".join(SICK_PROGRAMS))}
     elsewhere = {"float32", "pin-memory", "lost-sampler", "graph-breaks", "recompiles",
                  "repeated-draws", "slow-rank", "compute-bound", "copy-bound", "loop-overhead",
                  "slow-first-batch", "slow-metrics", "slow-checkpoint"}  # fmt: skip
-    assert told == {rule.name for rule in RULES} - elsewhere
+    assert covered == {rule.name for rule in RULES} - elsewhere
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def anomaly():
 
 @pytest.mark.parametrize("program", SICK_PROGRAMS)
 @pytest.mark.usefixtures("anomaly")
-def test_the_bad_habit_is_named_with_its_line(program, load):
+def test_the_doctor_reports_a_bad_habit_with_its_line(program, load):
     module = load(program)
     report = fit(module.Model(), **getattr(module, "TRAINER", {}))
     found = {(place.site.line, finding.rule) for finding in report.findings for place in finding.places
@@ -96,7 +96,7 @@ def test_the_bad_habit_is_named_with_its_line(program, load):
 
 
 @pytest.mark.parametrize("program", [*CLEAN_PROGRAMS[-5:-3], STEP.format("loss = 2 * loss")])
-def test_nothing_is_read_whole_by_a_clean_program(program, load):
+def test_the_doctor_reports_no_whole_reads_for_a_clean_program(program, load):
     assert "whole-reads" not in {each.rule for each in fit(load(program).Model()).findings}
 
 
@@ -107,7 +107,7 @@ def check_clean(*given, **more):
 
 
 @pytest.mark.parametrize("program", CLEAN_PROGRAMS)
-def test_nothing_is_said_about_a_clean_program(program, load, own_time):
+def test_the_doctor_reports_nothing_for_a_clean_program(program, load, own_time):
     module = load(program)
     check_clean(module.Model(), **getattr(module, "TRAINER", {}))
 
@@ -119,7 +119,7 @@ def sleep():
 @pytest.mark.parametrize(("kind", "load", "remedy"), [
     (DataLoader, sleep, "PrefetchLoader for a background thread"), (PrefetchLoader, sleep, "raise threads"),
 ])  # fmt: skip
-def test_a_loader_that_is_given_to_fit_has_the_line_of_fit_and_the_remedy_fits_its_loading(kind, load, remedy):
+def test_a_finding_about_a_loader_passed_to_fit_has_the_line_of_fit_and_a_suitable_remedy(kind, load, remedy):
     class Slow(torch.utils.data.Dataset):
         def __len__(self):
             return 40
@@ -143,11 +143,11 @@ def batches(x, y):
     (BoringModel, None), (ManualOptimBoringModel, None),
     (lambda: DemoNet(dims=2, classes=10), batches(torch.randn(40, 1, 8, 8), torch.arange(40) % 10)),
 ], ids=["boring", "manual", "demo"])  # fmt: skip
-def test_nothing_is_said_about_lightnings_own_examples_and_the_demo(model, data, own_time):
+def test_the_doctor_reports_nothing_for_lightnings_examples_and_the_demo(model, data, own_time):
     check_clean(model(), data, limit_train_batches=10, limit_val_batches=0)
 
 
-def test_nothing_is_said_about_the_lines_to_add(monkeypatch, own_time):
+def test_the_doctor_reports_nothing_for_the_lines_to_add(monkeypatch, own_time):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     lines = importlib.import_module("add_apex_amp")
     check_clean(

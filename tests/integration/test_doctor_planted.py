@@ -1,4 +1,4 @@
-"""A fit in which one thing is slow has it among the first two findings; one in which nothing is, is not accused."""
+"""The Doctor finds the slow part of a fit among its first two findings, and none in a fast fit."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.integration.doctor_planted import CLEAN, PLANTED, script
 
 
 def findings(parts, folder):
-    """What ``lightning-turbo doctor`` finds in a fit, the gravest first."""
+    """Return the findings of ``lightning-turbo doctor`` for a fit, the most severe first."""
     (folder / "train.py").write_text(script(parts))
     assert status_of_child(lambda: cli.main(["doctor", "--out", str(folder), str(folder / "train.py")])) == 0
     return json.loads((folder / "doctor.json").read_text())["findings"]
@@ -24,18 +24,18 @@ def check_planted(name, folder):
     assert {each["level"] for each in named} == {"warning"}
 
 
-# The short form: a cause in the start of workers, in a hook, in an optimizer, in a step and in a batch.
+# The short form: a slow worker start, hook, optimizer, step and batch.
 SHORT = {"slow worker start", "slow hook in steps", "400 groups", "sleeping step", "many objects"}
 
 
 @pytest.mark.parametrize("name", sorted(SHORT))
-def test_what_is_slow_is_among_the_first_two_findings(name, tmp_path):
+def test_the_slow_part_is_among_the_first_two_findings(name, tmp_path):
     check_planted(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_slow_is_found_in_ten_of_ten_runs(name, tmp_path):
+def test_the_slow_part_is_found_in_ten_of_ten_runs(name, tmp_path):
     for number in range(10):
         (tmp_path / str(number)).mkdir()
         check_planted(name, tmp_path / str(number))
@@ -44,6 +44,6 @@ def test_what_is_slow_is_found_in_ten_of_ten_runs(name, tmp_path):
 @pytest.mark.parametrize(
     "name", ["plain", "workers that stay", *(pytest.param(n, marks=pytest.mark.slow) for n in [*CLEAN][2:])]
 )
-def test_a_fit_in_which_nothing_is_slow_is_not_accused(name, tmp_path):
+def test_the_doctor_reports_no_slow_part_in_a_fast_fit(name, tmp_path):
     accused = [each for each in findings(CLEAN[name], tmp_path) if each["level"] != "info"]
     assert [(each["rule"], each["what"], each["cost"]) for each in accused] == []

@@ -1,4 +1,4 @@
-"""docs/from-plain-pytorch.md: each plain loop and what becomes of it give the same numbers, bit for bit."""
+"""docs/from-plain-pytorch.md: each plain loop and its Lightning version give the same numbers, bit for bit."""
 
 import re
 import warnings
@@ -13,11 +13,11 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
 
 def run(needle):
-    """The names that the one block with ``needle`` in it leaves."""
+    """Run the one code block that contains ``needle`` and return its variables."""
     (code,) = [block for block in BLOCKS if needle in block]
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a reader would see beside the result
+        warnings.simplefilter("ignore")  # what the block prints
         exec(compile(code, str(PAGE), "exec", dont_inherit=True), names)
     return names
 
@@ -42,7 +42,7 @@ def test_a_generator_gives_the_same_items():
     assert run("PrefetchIterator(")["batches"] == first
 
 
-def test_no_block_is_left_untried():
+def test_every_code_block_is_tested():
     tried = ("amp.initialize", "ApexAMP(", "class DataLoaderX", "PrefetchLoader(range", "@background",
              "PrefetchIterator(", "class Numbers", "DevicePrefetcher(")  # fmt: skip
     assert [sum(needle in block for needle in tried) for block in BLOCKS] == [1] * len(tried)

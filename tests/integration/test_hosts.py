@@ -1,4 +1,4 @@
-"""Two hosts with addresses of their own, two ranks each: network namespaces that are joined by a pair of veth."""
+"""Two hosts with two ranks each, simulated by two network namespaces that a veth pair connects."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO
 from lightning_turbo.data.loading import thread_policy
-from tests.integration.noting import gives
+from tests.integration.recording import gives
 from tests.ranks import ENVIRONMENT, rank_command
 from tests.trainers import quiet_trainer
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.distributed
 
 
 def samples(ranks):
-    """Samples in an order of chance that depends on the epoch alone; Lightning gives each rank its share."""
+    """Samples in a random order that depends only on the epoch. Lightning gives each rank its share."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
     data = TensorDataset(x, y, torch.arange(SAMPLES))
@@ -56,7 +56,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Telling(AtomicCheckpointIO):
+class CountingSaves(AtomicCheckpointIO):
     """Counts the files that this rank writes."""
 
     written = 0
@@ -67,13 +67,14 @@ class Telling(AtomicCheckpointIO):
 
 
 def train(folder):
-    """Train at every level and save what this rank has seen and ended with."""
+    """Train at every level, and save the samples and the final weights of this rank."""
     folder = Path(folder)
-    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, fast as it is
+    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, although it is fast
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     for level in LEVELS:
-        model, io = Net(seed=rank), Telling()  # ranks begin with different weights: DDP has to make them rank 0's
+        # The ranks start with different weights, which DDP must replace with those of rank 0.
+        model, io = Net(seed=rank), CountingSaves()
         saves = ModelCheckpoint(folder / f"{level}.{ranks}", every_n_train_steps=4, save_top_k=-1, filename="{step}")
         trainer = quiet_trainer(
             devices=ranks // nodes, num_nodes=nodes, strategy="turbo_ddp" if ranks > 1 else "auto", max_epochs=EPOCHS,
@@ -96,7 +97,7 @@ def ip(*words):
 
 @contextmanager
 def two_hosts():
-    """Make the hosts and yield their names; remove them whatever happens."""
+    """Create the hosts, yield their names, and always remove them."""
     names = [f"turbo-{os.getpid()}-{n}" for n in (0, 1)]
     commands = [["netns", "add", name] for name in names]
     commands += [["link", "add", "wire", "netns", names[0], "type", "veth", "peer", "wire", "netns", names[1]]]
@@ -115,13 +116,13 @@ def two_hosts():
     finally:
         for name in names:
             try:
-                ip("netns", "delete", name)  # the wire goes with it
+                ip("netns", "delete", name)  # this removes the veth pair too
             except FileNotFoundError:
                 break
 
 
 def torchrun(folder, *words):
-    """Run a script on both hosts, two ranks each, to its end."""
+    """Run a script on both hosts with two ranks each until it ends."""
     with two_hosts() as names, ExitStack() as running:
         jobs = []
         for host, name in enumerate(names):
@@ -144,7 +145,7 @@ def torchrun(folder, *words):
 
 
 def end(job):
-    """End a job that is not at its end: torchrun ends its ranks on SIGTERM."""
+    """End a job that still runs: torchrun ends its ranks on SIGTERM."""
     if job.poll() is None:
         job.terminate()
         try:
@@ -164,23 +165,23 @@ def test_four_ranks_on_two_hosts_equal_one_process_on_the_joint_batch(tmp_path, 
         joint = torch.load(tmp_path / f"{level}.1.0.end", weights_only=True)
         ranks = [torch.load(tmp_path / f"{level}.4.{rank}.end", weights_only=True) for rank in range(4)]
         assert [rank["host"] for rank in ranks] == ["0", "0", "1", "1"]
-        # Weights: the same bits on every rank. Beside one process, float32 sums over the batch in another order (O0, a
-        # few units in the last place after 16 steps), and bfloat16 gradients that are rounded rank by rank (O2).
+        # All ranks have the same weights, bit for bit. Those of one process differ: its float32 sums have another order
+        # (O0, a few units in the last place after 16 steps), and each rank rounds its bfloat16 gradients (O2).
         close = {"O0": {"rtol": 1e-5, "atol": 1e-6}, "O2": {"rtol": 0, "atol": 2e-2}}[level]
         for name, value in joint["module"].items():
             for rank in ranks:
                 assert torch.equal(rank["module"][name], ranks[0]["module"][name]), (level, name)
             torch.testing.assert_close(ranks[0]["module"][name], value, **close, msg=f"{level} {name}")
-        # Every sample once an epoch.
+        # Every sample is used once per epoch.
         seen = sorted(pair for rank in ranks for pair in map(tuple, rank["seen"]))
         assert seen == [(epoch, number) for epoch in range(EPOCHS) for number in range(SAMPLES)]
         assert {len(rank["seen"]) for rank in ranks} == {EPOCHS * SAMPLES // 4}
-        # Logged values are those of all ranks.
+        # Logged values are averaged over all ranks.
         for rank in ranks:
             assert rank["logged"] == ranks[0]["logged"]
         assert ranks[0]["logged"]["samples"] == joint["logged"]["samples"] == SAMPLES
         assert ranks[0]["logged"]["mean"] == pytest.approx(joint["logged"]["mean"], rel=1e-5 if level == "O0" else 2e-2)
-        # Rank 0 alone writes.
+        # Only rank 0 writes files.
         steps = EPOCHS * SAMPLES // JOINT
         assert [rank["written"] for rank in ranks] == [steps // 4, 0, 0, 0]
         assert len(list((tmp_path / f"{level}.4").iterdir())) == steps // 4

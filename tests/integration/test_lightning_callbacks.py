@@ -1,4 +1,4 @@
-"""Lightning's own callbacks that average, thaw or prune weights, beside ours."""
+"""Lightning's callbacks that average, unfreeze or prune weights, together with ours."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_turbo import ApexAMP, DropBiasBeforeNorm, ExactAccumulation, GradToNone, PrefetchLoader, TurboStrategy
 from tests.trainers import quiet_trainer
 
-averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="needs Lightning 2.6")
 
 LEVELS = ("O0", "O1", "O2", "O3")
 OURS = {
@@ -45,7 +45,7 @@ class Net(pl.LightningModule):
 
 
 class Recorder(pl.Callback):
-    """Keeps what the optimizer updates, after each step."""
+    """Keeps the weights that the optimizer updates, after each step."""
 
     def __init__(self):
         self.steps = []
@@ -63,7 +63,7 @@ class Finetuning(BackboneFinetuning):
 
     def on_fit_start(self, trainer, module):
         super().on_fit_start(trainer, module)
-        if len(trainer.optimizers[0].param_groups) > 1:  # a resumed run: Lightning leaves its backbone frozen
+        if len(trainer.optimizers[0].param_groups) > 1:  # Lightning leaves the backbone of a resumed run frozen
             self.make_trainable(module.backbone)
 
 
@@ -96,7 +96,7 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("ours", OURS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_moving_average_is_that_of_what_the_optimizer_updates(level, ours):
+def test_a_moving_average_averages_the_weights_that_the_optimizer_updates(level, ours):
     net, recorder = Net(), Recorder()
     fit(net, recorder, Ema(), level=level, ours=ours, limit_val_batches=2)
     average = get_ema_avg_fn(0.7)
@@ -105,11 +105,11 @@ def test_a_moving_average_is_that_of_what_the_optimizer_updates(level, ours):
         expected = [average(e, w, 1) for e, w in zip(expected, weights, strict=True)]
     result = [p.detach() for p in net.parameters()]
     assert all(p.dtype is torch.float32 for p in result)
-    if level == "O3":  # no masters: Lightning swaps the average through half weights at each validation
+    if level == "O3":  # no master weights: Lightning's swaps at each validation round the average to half precision
         assert all(torch.allclose(r, e, rtol=0.02, atol=0.01) for r, e in zip(result, expected, strict=True))
         return
     assert same(result, expected)
-    # Validation runs on the average and leaves the training as it was.
+    # Validation uses the average and does not change training.
     alone = Net()
     fit(alone, level=level)
     assert net.losses == alone.losses
@@ -117,7 +117,7 @@ def test_a_moving_average_is_that_of_what_the_optimizer_updates(level, ours):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_moving_average_stays_finite_over_skipped_steps(level):
-    """It counts a skipped step as one that left the weights as they were, as under Lightning's own 16-mixed."""
+    """A skipped step counts as a step without a change, as with Lightning's 16-mixed."""
 
     class Overflowing(Net):
         def training_step(self, batch, index):
@@ -138,7 +138,7 @@ def test_a_moving_average_stays_finite_over_skipped_steps(level):
 
 @pytest.mark.parametrize("validate", [0, 2])
 @pytest.mark.parametrize("level", [None, "O0", "O2"])
-def test_a_moving_average_has_buffers_too(level, validate):
+def test_a_moving_average_includes_buffers(level, validate):
     class Normed(Net):
         def __init__(self):
             super().__init__()
@@ -162,7 +162,7 @@ def test_a_moving_average_has_buffers_too(level, validate):
 
 @pytest.mark.parametrize("ours", OURS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_thawing_a_backbone_and_going_on_from_a_checkpoint(tmp_path, level, ours):
+def test_unfreezing_a_backbone_and_resuming_from_a_checkpoint(tmp_path, level, ours):
     whole, first, second = Net(), Net(), Net()
     trainer = fit(whole, Finetuning(), level=level, ours=ours, epochs=4)
     groups = [group["params"] for group in trainer.optimizers[0].param_groups]
@@ -179,7 +179,7 @@ def test_thawing_a_backbone_and_going_on_from_a_checkpoint(tmp_path, level, ours
 @pytest.mark.parametrize(
     "level", ["O2", "O3", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O1"))]
 )
-def test_an_average_goes_on_from_a_checkpoint(tmp_path, level, make):
+def test_weight_averaging_resumes_from_a_checkpoint(tmp_path, level, make):
     whole, first, second = Net(), Net(), Net()
     settings = {"level": level, "ours": "turbo", "epochs": 4, "limit_val_batches": 2}
     fit(whole, make(), **settings)
@@ -190,7 +190,7 @@ def test_an_average_goes_on_from_a_checkpoint(tmp_path, level, make):
     assert same(second.state_dict().values(), whole.state_dict().values())
 
 
-def test_gradients_of_a_thawed_backbone_are_released_too():
+def test_gradients_of_an_unfrozen_backbone_are_released():
     held = {}
     for callbacks in ((), (GradToNone(),)):
         net, rows = Net(), held.setdefault(len(callbacks), [])
@@ -198,7 +198,7 @@ def test_gradients_of_a_thawed_backbone_are_released_too():
             lambda *_, net=net, rows=rows: rows.append([p.grad is None for p in net.parameters()])
         )
         fit(net, Finetuning(), *callbacks)
-    assert not any(held[0][-1])  # of the backbone too
+    assert not any(held[0][-1])  # including those of the backbone
     assert all(all(row) for row in held[1])
 
 
@@ -211,7 +211,7 @@ def test_dropping_biases_after_an_average_has_copied_them_is_refused():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_checkpoint_in_mid_run_holds_the_exact_weights_of_the_module_itself_too(tmp_path, level):
+def test_a_checkpoint_during_training_holds_the_exact_weights_of_the_module(tmp_path, level):
     recorder = Recorder()
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=7, save_top_k=-1)
     fit(Net(), recorder, checkpoint, level=level, enable_checkpointing=True)

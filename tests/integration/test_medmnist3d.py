@@ -49,7 +49,7 @@ def bright_cubes(path, side):
 
 @pytest.fixture(scope="module")
 def volumes(tmp_path_factory):
-    """Volumes of 12 voxels a side."""
+    """Volumes with 12 voxels per side."""
     return bright_cubes(tmp_path_factory.mktemp("medmnist") / "cubes.npz", 12)
 
 
@@ -72,11 +72,11 @@ def command(monkeypatch, volumes, tmp_path):
     return run
 
 
-# float32: in bfloat16 a gradient of torch's 3D convolutions on the CPU depends on memory that nobody wrote.
+# float32, because the bfloat16 gradient of torch's 3D convolutions on the CPU reads uninitialized memory.
 SETTINGS = ("--trainer.plugins", "null", "--model.epochs_up", "1", "--trainer.max_epochs")
 
 
-def test_it_trains_and_logs(command, tmp_path):
+def test_the_example_trains_and_logs(command, tmp_path):
     done = command("fit", *SETTINGS, "1", "--trainer.log_every_n_steps", "1")
     assert done.model.loss.pos_weight == pytest.approx(1.5)
     assert {path.name for path in Path("runs/medmnist3d/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
@@ -86,7 +86,7 @@ def test_it_trains_and_logs(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_learns_and_a_resumed_run_equals_one_that_never_stopped(command):
+def test_the_example_learns_and_a_resumed_run_equals_an_uninterrupted_one(command):
     whole = command("fit", *SETTINGS, "4")
     assert whole.trainer.callback_metrics["val/auc"] > 0.9
     command("fit", *SETTINGS, "2", out="parts")
@@ -104,7 +104,7 @@ OWN = {
 }  # fmt: skip
 
 
-def test_every_trick_is_in_the_file_and_can_be_switched_off(monkeypatch):
+def test_every_trick_is_in_the_configuration_and_can_be_switched_off(monkeypatch):
     def parse(*words):
         small = ["--model.depth", "10", "--model.widen", "0.125", "--trainer.accelerator", "cpu"]
         done = LightningCLI(
@@ -132,7 +132,7 @@ def test_every_trick_is_in_the_file_and_can_be_switched_off(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Volumes, FastVolumes])
-def test_batches_are_the_same_packed_and_not(volumes, kind):
+def test_packed_and_unpacked_data_give_the_same_batches(volumes, kind):
     loaders = []
     for packed in (True, False):
         data = kind(str(volumes), batch_size=8, packed=packed)
@@ -155,9 +155,9 @@ def test_batches_are_the_same_packed_and_not(volumes, kind):
     ("train_labels", lambda y: 0 * y + 1, None, "expected training labels of two classes, got 20 equal labels"),
     ("train_labels", lambda y: y + 1, None, r"with the labels 0 and 1, got \[1, 2\]"),
     ("train_labels", lambda y: y + 1, 7, r"positive=7: expected a training label of .*, one of \[1, 2\]"),
-    ("train_labels", lambda y: y + 1, 2, None),  # label 2 against the rest
+    ("train_labels", lambda y: y + 1, 2, None),  # label 2 versus the rest
 ])  # fmt: skip
-def test_a_file_of_another_form_is_refused(volumes, tmp_path, name, spoil, positive, message):
+def test_a_file_with_the_wrong_format_is_refused(volumes, tmp_path, name, spoil, positive, message):
     with np.load(volumes) as file:
         arrays = dict(file)
     array = arrays.pop(name)
@@ -168,7 +168,7 @@ def test_a_file_of_another_form_is_refused(volumes, tmp_path, name, spoil, posit
         assert data.pos_weight == 1.5
 
 
-def test_medmnist_by_name(volumes, tmp_path, monkeypatch):
+def test_a_medmnist_dataset_is_loaded_by_name(volumes, tmp_path, monkeypatch):
     def install(download):
         info = {"vesselmnist3d": {"python_class": "VesselMNIST3D"}, "pathmnist": {"python_class": "PathMNIST"}}
         root = types.SimpleNamespace(DEFAULT_ROOT=str(tmp_path))
@@ -228,7 +228,7 @@ def test_pretrained_weights_load_with_a_report(tmp_path):
         load_weights(net, tmp_path / "strange.pth")
 
 
-def test_the_ablation_measures_and_draws(volumes, tmp_path, capsys):
+def test_the_ablation_measures_and_plots(volumes, tmp_path, capsys):
     words = ["--quick", "--data", str(volumes), "--batch-size", "8", "--device", "cpu", "--repeats", "2", "--epochs"]
     out = tmp_path / "ablation"
     assert ablation.main([*words, "1", "--only", "all", "--out", str(out)]) == 0

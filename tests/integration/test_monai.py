@@ -1,4 +1,4 @@
-"""MONAI's datasets, loaders, transforms and tensors with metadata, as people who train on volumes use them."""
+"""MONAI's datasets, loaders, transforms and tensors with metadata, as in training on volumes."""
 
 import random
 import warnings
@@ -80,7 +80,7 @@ def fit(datamodule, *plugins, **kwargs):
 
 
 @pytest.mark.parametrize(("dataset", "num_workers"), [("Dataset", 1), ("CacheDataset", 0)])
-def test_batches_and_losses_are_those_of_monais_loader(dataset, num_workers):
+def test_batches_and_losses_equal_those_of_monais_loader(dataset, num_workers):
     plain = fit(Volumes(dataset, num_workers=num_workers))
     assert plain.kinds == {monai_data.MetaTensor}
     assert len(set(plain.sums)) == 8
@@ -112,7 +112,7 @@ def test_device_prefetch_keeps_metadata():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("collate", ["list_data_collate", "default"])
-def test_packed_nifti_pairs_give_what_monai_reads_from_the_files(tmp_path, num_workers, collate):
+def test_packed_nifti_pairs_equal_what_monai_reads_from_the_files(tmp_path, num_workers, collate):
     nibabel = pytest.importorskip("nibabel")
     generator = np.random.default_rng(0)
     for n in range(8):
@@ -157,7 +157,7 @@ def test_packed_nifti_pairs_give_what_monai_reads_from_the_files(tmp_path, num_w
     assert torch.equal(PackedDataset(tmp_path / "packed", keys=["affine"])[0], affine)
 
 
-def test_a_packed_dataset_of_monai_keeps_the_affine(tmp_path):
+def test_a_packed_monai_dataset_keeps_the_affine(tmp_path):
     affine = torch.diag(torch.tensor([1.0, 2, 3, 1], dtype=torch.float64))
     items = [{"image": monai_data.MetaTensor(torch.full((1, 2, n + 1), n), affine)} for n in range(3)]
     pack(monai_data.Dataset(items), tmp_path / "out")
@@ -167,7 +167,7 @@ def test_a_packed_dataset_of_monai_keeps_the_affine(tmp_path):
     assert list(PackedDataset(tmp_path / "out")[2]) == ["image"]
 
 
-def test_transforms_of_monai_and_torchio_take_patches(tmp_path):
+def test_transforms_of_monai_and_torchio_accept_patches(tmp_path):
     shapes = [(12, 10, 9), (9, 14, 8)]
     samples = [{"image": np.random.default_rng(n).normal(size=shapes[n]).astype("float32")} for n in range(2)]
     for sample in samples:
@@ -199,7 +199,7 @@ def test_transforms_of_monai_and_torchio_take_patches(tmp_path):
     assert subject["image"].data.shape == subject["label"].data.shape == (1, 8, 8, 8)
 
 
-def test_monais_pipeline_is_cached_and_comes_back_onto_the_voxels_of_the_file(tmp_path):
+def test_a_cached_monai_pipeline_is_inverted_to_the_voxels_of_the_file(tmp_path):
     nibabel = pytest.importorskip("nibabel")
     nibabel.save(nibabel.Nifti1Image(np.ones((4, 5, 6), np.int16), np.diag([1, 2, 3, 1])), tmp_path / "a.nii.gz")
 
@@ -213,7 +213,7 @@ def test_monais_pipeline_is_cached_and_comes_back_onto_the_voxels_of_the_file(tm
     assert cached() == first
     sample = PackedDataset(first, keys=("x", "x.affine"))[0]
     assert sample[0].shape == (1, 2, 5, 8)
-    # What a network says of it goes back onto the voxels of the file.
+    # The output of a network is mapped back to the voxels of the file.
     there = transforms.LoadImage(ensure_channel_first=True)(tmp_path / "a.nii.gz")
     back = transforms.ResampleToMatch()(monai_data.MetaTensor(sample[0].float(), affine=sample[1]), there)
     assert back.shape == there.shape

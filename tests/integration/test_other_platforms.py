@@ -1,4 +1,4 @@
-"""A platform without fork, POSIX signals and /proc, made by hiding them: what Windows and macOS lack in part."""
+"""A platform without fork, POSIX signals and /proc, simulated by hiding them. Windows and macOS lack some of these."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# The names are hidden after torch and Lightning are imported, which chose their ways by then.
+# The names are hidden after the import of torch and Lightning, which check for them when they are imported.
 HIDDEN = """
 import builtins, io, multiprocessing, os, signal, subprocess, sys, lightning.pytorch, torch.distributed
 from lightning.pytorch.trainer.connectors import signal_connector
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has"),
+    pytest.mark.skipif(sys.platform != "linux", reason="hides features of Linux"),
 ]
 
 
@@ -120,10 +120,10 @@ def run(tmp_path, program):
     return done.stderr
 
 
-def test_loading_precision_and_callbacks_run_without_what_only_posix_has(tmp_path):
+def test_loading_precision_and_callbacks_run_without_posix_features(tmp_path):
     run(tmp_path, PROGRAM)
 
 
-def test_tune_measures_one_after_the_other_without_what_only_posix_has(tmp_path):
+def test_tune_measures_candidates_one_after_another_without_posix_features(tmp_path):
     (tmp_path / "train.py").write_text(HIDDEN + PROGRAM.partition("if __name__")[0] + "fit()")
     assert "ranks=2: expected 1" in run(tmp_path, TUNE)

@@ -1,4 +1,4 @@
-"""Techniques together, at O0 to O3: every two and all train, keep the bits they promise, and resume bit for bit."""
+"""Combinations of techniques at O0 to O3: every pair and all together train, keep exact results, and resume exactly."""
 
 import functools
 import itertools
@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.integration.noting import Save
+from tests.integration.recording import Save
 from tests.registry import BY_NAME, TECHNIQUES, run
 from tests.versions import unpickling
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 @functools.cache
 def losses(level, names, epochs=2):
-    """The losses of the batches of some epochs, and what was logged of the last one."""
+    """Return the losses of all batches of some epochs, and the logged values of the last one."""
     trainer, model = run(pl, level, [BY_NAME[name] for name in names], epochs=epochs)
     return [*model.losses, float(trainer.callback_metrics["loss"])]
 
@@ -37,7 +37,7 @@ def check(names, levels, epochs=2):
         assert all(math.isfinite(loss) for loss in together)
         if len(names) == 2:
             assert epochs == 1 or together[-1] < together[0], level
-            # What promises the same bits keeps them, next to whatever else.
+            # Techniques that promise the same bits keep them in any combination.
             assert together == losses(level, changing, epochs), level
 
 
@@ -45,15 +45,15 @@ EACH_PAIR = pytest.mark.parametrize("names", [*itertools.combinations(BY_NAME, 2
 
 
 @EACH_PAIR
-def test_two_techniques_run_together(names):
-    """An epoch at one level each; beside its partners, a technique is tried at all of them."""
+def test_pairs_of_techniques_run_together(names):
+    """One epoch at one level for each pair. Over all its pairs, each technique runs at every level."""
     place = sum([*BY_NAME].index(name) for name in names)
     check(names, [LEVELS[place % len(LEVELS)]], epochs=1)
 
 
 @pytest.mark.slow
 @EACH_PAIR
-def test_two_techniques_run_together_at_every_level(names):
+def test_pairs_of_techniques_run_together_at_every_level(names):
     check(names, LEVELS)
 
 
@@ -61,7 +61,7 @@ def test_all_techniques_run_together():
     check(tuple(BY_NAME), LEVELS)
 
 
-# In the short form each two of level, place and technique that is left out meet.
+# The short form has every pair of level, place and omitted technique.
 STOPS = [(5, "on_train_epoch_end"), (2, "on_train_batch_end")]
 LEFT_OUT = ["effective_batch_size", "exact_accumulation"]
 CASES = [
@@ -75,8 +75,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("left_out", "batches", "hook", "level"), CASES)
-def test_stop_save_load_and_continue_equals_never_having_stopped(left_out, batches, hook, level, tmp_path):
-    # EffectiveBatchSize sets the accumulation that ExactAccumulation is given otherwise; each is tried.
+def test_a_resumed_run_with_all_techniques_but_one_equals_an_uninterrupted_one(
+    left_out, batches, hook, level, tmp_path
+):
+    # EffectiveBatchSize sets the accumulation; without it, the Trainer's argument does. Both are tested.
     techniques = [t for t in TECHNIQUES if t.name not in (left_out, "doctor")]
     _, straight = run(pl, level, techniques, epochs=3, callbacks=[Save("first.ckpt", batches, hook)])
     _, resumed = run(pl, level, techniques, epochs=3, fit={"ckpt_path": "first.ckpt", **unpickling(True)})

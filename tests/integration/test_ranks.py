@@ -1,7 +1,7 @@
-"""Two ranks: techniques agree, stopped runs resume, windows and strategies are exact.
+"""Two ranks: techniques keep them equal, stopped runs resume, accumulation and strategies are exact.
 
-Above each test stands what the ranks do. What runs to its end shares one start of the ranks, which costs more than the
-runs.
+The function above each test runs in the ranks. Functions that run to their end share one start of the
+ranks, because the start takes longer than the runs.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from lightning_turbo._distributed import gather_for_checkpoint
 from lightning_turbo.data.loading import thread_policy
 from tests import registry, trainers
 from tests.integration import resuming
-from tests.integration.noting import gives
+from tests.integration.recording import gives
 from tests.integration.resuming import ALL, assert_same, check_resumed
 from tests.ranks import run_ranks
 from tests.registry import BY_NAME
@@ -43,7 +43,7 @@ FORTY = Subset(SAMPLES, range(40))
 
 
 class Net(pl.LightningModule):
-    """Notes its samples."""
+    """Records its samples."""
 
     def __init__(self, *more, width=3):
         super().__init__()
@@ -67,7 +67,7 @@ def train(model, data, ckpt=None, weights_only=True, **settings):
 
 
 def run_jobs(folder, *jobs):
-    """Call functions of this module in one process of a rank, and save what they give."""
+    """Call functions of this module in one rank, and save what they yield."""
     thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, fast as it is
     for job in jobs:
         for name, result in globals()[job](folder):
@@ -83,7 +83,7 @@ def ended(tmp_path_factory):
 
 
 def load(folder, name):
-    """What each rank saved under a name."""
+    """Return what each rank saved under a name."""
     return [torch.load(folder / f"{name}.{rank}", weights_only=True) for rank in (0, 1)]
 
 
@@ -91,7 +91,7 @@ def load(folder, name):
 
 
 def techniques(folder, groups=(tuple(BY_NAME),)):
-    """Trains with groups of techniques, of which all is one, at every level."""
+    """Train with groups of techniques, including all of them, at every level."""
     for names, level in itertools.product(groups, LEVELS):
         _, model = registry.run(pl, level, [BY_NAME[name] for name in names], devices=2)
         yield f"{'+'.join(names)}.{level}", {"losses": model.losses, "module": model.state_dict()}
@@ -118,7 +118,7 @@ def test_all_techniques_together_keep_the_ranks_equal(level, ended):
 @pytest.mark.slow
 @distributed
 @pytest.mark.timeout(1000)
-def test_every_two_techniques_keep_the_ranks_equal(tmp_path):
+def test_every_pair_of_techniques_keeps_the_ranks_equal(tmp_path):
     run_ranks(run_jobs, tmp_path, "pairs", timeout=900)
     names = {path.name[:-2] for path in tmp_path.iterdir()}
     assert len(names) == len(LEVELS) * len(BY_NAME) * (len(BY_NAME) - 1) // 2
@@ -126,11 +126,11 @@ def test_every_two_techniques_keep_the_ranks_equal(tmp_path):
         check_techniques(tmp_path, name)
 
 
-# Runs that are stopped
+# Stopped runs
 
 
 def resume(folder, cases=("O1-adamw_fused-float16", "O2-sgd-float16")):
-    """Trains, and goes on from three checkpoints."""
+    """Train, and resume from three checkpoints."""
     for case in cases:
         yield f"resume.{case}", resuming.run_all(case, folder)
 
@@ -141,7 +141,7 @@ def resume_all(folder):
 
 @distributed
 @pytest.mark.parametrize("case", ["O1-adamw_fused-float16", "O2-sgd-float16"])
-def test_a_resumed_run_equals_one_that_never_stopped(case, ended):
+def test_a_resumed_run_equals_an_uninterrupted_one(case, ended):
     ranks = load(ended, f"resume.{case}")
     for ends in ranks:
         check_resumed(case, ends)
@@ -151,7 +151,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(case, ended):
 @pytest.mark.slow
 @distributed
 @pytest.mark.timeout(1000)
-def test_a_resumed_run_equals_one_that_never_stopped_at_every_level_with_every_optimizer(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_at_every_level_with_every_optimizer(tmp_path):
     run_ranks(run_jobs, tmp_path, "resume_all", timeout=900)
     for case in ALL:
         for ends in load(tmp_path, f"resume.{case}"):
@@ -159,7 +159,7 @@ def test_a_resumed_run_equals_one_that_never_stopped_at_every_level_with_every_o
 
 
 class Stopping(Net):
-    """Is told to stop with the other rank after a step, or alone in the middle of an accumulation window."""
+    """Gets a signal together with the other rank after a step, or alone in the middle of an accumulation window."""
 
     def __init__(self, stop=None):
         super().__init__()
@@ -180,7 +180,7 @@ class Stopping(Net):
 
 
 def fit(folder, stop=None, ckpt=None):
-    """Trains two epochs of ten batches in windows of four; every rank has its own order."""
+    """Train two epochs of ten batches in windows of four. Every rank has its own order."""
     model = Stopping(stop)
     generator = torch.Generator().manual_seed(RANK + 10 * (ckpt is not None))
     trainer = train(
@@ -194,16 +194,16 @@ def fit(folder, stop=None, ckpt=None):
 
 
 def stopped(folder):
-    """Both ranks are told to stop, and go on."""
+    """Stop both ranks by a signal, and resume."""
     yield "stopped.straight", fit(folder)
     with contextlib.suppress(SIGTERMException):
         fit(folder, "together")
-        raise AssertionError("was not told to stop")
+        raise AssertionError("was not stopped")
     yield "stopped.again", fit(folder, ckpt=folder / "together.ckpt")
 
 
 @distributed
-def test_a_run_that_was_told_to_stop_ends_as_if_it_had_not_been(ended):
+def test_a_run_stopped_by_a_signal_and_resumed_equals_an_uninterrupted_one(ended):
     for straight, again in zip(load(ended, "stopped.straight"), load(ended, "stopped.again"), strict=True):
         assert straight["steps"] == again["steps"] == 6
         assert len(straight["seen"]) == 20
@@ -212,7 +212,7 @@ def test_a_run_that_was_told_to_stop_ends_as_if_it_had_not_been(ended):
 
 
 def alone(folder):
-    """One rank ends by an error while the other waits in its step."""
+    """End one rank by an error while the other waits in its step."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -223,7 +223,7 @@ def alone(folder):
                 chain.append(chain[-1].__context__)
             said = [str(warning.message) for warning in caught if "The checkpoint holds the" in str(warning.message)]
             torch.save({"errors": [repr(each) for each in chain], "said": said}, folder / "alone")
-    os._exit(0)  # the group is broken
+    os._exit(0)  # the process group is broken
 
 
 def after_alone(folder):
@@ -236,7 +236,7 @@ def after_alone(folder):
 
 @pytest.mark.slow
 @distributed
-def test_a_rank_that_an_error_left_alone_writes_its_checkpoint(tmp_path):
+def test_a_rank_writes_its_checkpoint_after_another_rank_failed(tmp_path):
     run_ranks(run_jobs, tmp_path, "alone")
     alone = torch.load(tmp_path / "alone")
     assert any("the error of rank 0" in error for error in alone["errors"])
@@ -248,7 +248,7 @@ def test_a_rank_that_an_error_left_alone_writes_its_checkpoint(tmp_path):
 
 
 def places(folder):
-    """Gathers between batches, while an error is under way on one rank, and while both are told to end."""
+    """Gather between batches, during an exception on one rank, and during a SIGTERMException on both."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     result = {"ordinary": gather_for_checkpoint(RANK, "number"), "error": None}
@@ -264,17 +264,17 @@ def places(folder):
         try:
             raise SIGTERMException
         except SIGTERMException:
-            result["told"] = gather_for_checkpoint(RANK, "number")
+            result["sigterm"] = gather_for_checkpoint(RANK, "number")
     yield "places", {**result, "said": [str(warning.message) for warning in caught]}
 
 
 @distributed
-def test_nobody_waits_for_others_while_an_error_is_under_way(ended):
+def test_gather_for_checkpoint_does_not_wait_for_other_ranks_after_an_error(ended):
     zero, one = load(ended, "places")
     assert (zero["ordinary"], one["ordinary"]) == ([0, 1], [1, 1])  # only rank 0 writes
     assert zero["all"] == one["all"] == [0, 1]
     assert (zero["error"], one["error"]) == ([0], None)  # only rank 0 asks, which would hang
-    assert zero["told"] == [0, 1]
+    assert zero["sigterm"] == [0, 1]
     assert len(zero["said"]) == 1
     assert "the number of rank 0 only, because a KeyError was raised" in zero["said"][0]
 
@@ -288,7 +288,7 @@ class Mean(Net):
 
 
 def uneven(samples):
-    """Keeps 3 samples of an even first index, 1 of an odd one: ranks get different weights."""
+    """Keep 3 samples if the first index is even and 1 if it is odd, so that the ranks have different weights."""
     return whole(samples[: 3 if samples[0][1] % 2 == 0 else 1])
 
 
@@ -297,7 +297,7 @@ def whole(samples):
 
 
 def accumulation(folder):
-    """ExactAccumulation with and without weights: 5 batches a rank in windows of 3 and 2."""
+    """ExactAccumulation with and without weights: 5 batches per rank in windows of 3 and 2."""
     for weighted in (False, True):
         model = Mean()
         sampler = DistributedSampler(FORTY, 2, RANK, shuffle=False)
@@ -312,13 +312,13 @@ def accumulation(folder):
 
 @distributed
 @pytest.mark.parametrize("weighted", [False, True])
-def test_two_ranks_equal_one_joint_batch(weighted, ended):
+def test_exact_accumulation_on_two_ranks_equals_one_joint_batch(weighted, ended):
     model = Mean()
     optimizer = model.configure_optimizers()
     collate = uneven if weighted else whole
     batches = [
         [collate([FORTY[i] for i in range(rank + 2 * start, rank + 2 * start + 8, 2)])[0] for start in range(0, 20, 4)]
-        for rank in (0, 1)  # as DistributedSampler deals them
+        for rank in (0, 1)  # as DistributedSampler divides them
     ]
     for start in (0, 3, 0, 3):
         optimizer.zero_grad()
@@ -335,7 +335,7 @@ def test_two_ranks_equal_one_joint_batch(weighted, ended):
 
 
 class Dropping(Net):
-    """Draws random numbers, and notes how DDP was made."""
+    """Draws random numbers, and records the arguments of DDP."""
 
     def __init__(self):
         super().__init__(nn.Dropout(0.2))
@@ -385,7 +385,7 @@ def strategies(folder):
 
 
 def own_orders(folder):
-    """Each rank's own order: a run, and runs from its checkpoints in and at the end of an epoch."""
+    """A run whose ranks have their own orders, and runs resumed from its checkpoints in and at the end of an epoch."""
     for step in (None, 8, 12):
         model = Dropping()
         saves = ModelCheckpoint(folder, filename="own-{step}", every_n_train_steps=4, save_top_k=-1)
@@ -406,7 +406,7 @@ def test_turbo_ddp_equals_ddp(ended):
         assert_same(zero["module"], one["module"])
         seen = [zero["seen"][k : k + 6] + one["seen"][k : k + 6] for k in (0, 6)]
         epochs = [sorted(itertools.chain.from_iterable(batches)) for batches in seen]
-        assert epochs == [list(range(48))] * 2, name  # each sample once an epoch over the ranks
+        assert epochs == [list(range(48))] * 2, name  # all ranks together use each sample once per epoch
         assert seen[0] != seen[1], name
         assert zero["loaded_ahead"] == one["loaded_ahead"] == (name == "prefetched"), name
     for turbo, stock, tolerance in (
@@ -425,7 +425,7 @@ def test_turbo_ddp_equals_ddp(ended):
 
 
 @distributed
-def test_turbo_ddp_goes_on_from_checkpoints(ended):
+def test_turbo_ddp_resumes_from_checkpoints(ended):
     for step in (8, 12):  # in and at the end of an epoch
         straight, again = load(ended, "own_orders.None"), load(ended, f"own_orders.{step}")
         assert [len(rank["seen"]) for rank in straight] == [24, 24]
@@ -434,7 +434,7 @@ def test_turbo_ddp_goes_on_from_checkpoints(ended):
 
 
 class Logging(Net):
-    """Logs a value; rank 1 is told to end in a batch of its run."""
+    """Logs a value. Rank 1 gets SIGTERM in a batch."""
 
     def __init__(self, ends_in=None):
         super().__init__()
@@ -459,7 +459,7 @@ class Fetches(TorchDispatchMode):
 
 
 def lean(folder):
-    """With and without the lean parts, and told to end."""
+    """Train with and without the lean parts, and with a signal that ends the run."""
     if not KNOWS_WEIGHTS_ONLY:
         return
     stock, turbo = (lambda: "ddp"), TurboDDPStrategy
@@ -476,13 +476,13 @@ def lean(folder):
 
 @distributed
 @pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="the lean parts are for Lightning 2.6")
-def test_the_lean_parts_compute_the_same_and_stop_after_the_same_batch(ended):
+def test_the_lean_loop_on_ranks_computes_the_same_and_stops_after_the_same_batch(ended):
     for stock, lean, killed in zip(*(load(ended, f"lean.{name}") for name in ("stock", "lean", "killed")), strict=True):
         assert_same(stock["module"], lean["module"])
         assert stock["metrics"] == lean["metrics"]
-        # Rank 1 was told to end in batch 2, at whose end it tells the other, which knows at the end of the next.
+        # Rank 1 gets the signal in batch 2 and sends it to rank 0 at the end of it; rank 0 receives it one batch later.
         assert (killed["batches"], killed["metrics"]) == (3, None)
-        # Of 24 batches, Lightning's broadcast fetches a value in each; what is logged at the end is left.
+        # Lightning's broadcast fetches a value in each of 24 batches. The other fetches are for logging at the end.
         assert lean["fetched"] < 24 <= stock["fetched"] - lean["fetched"]
 
 
@@ -491,12 +491,12 @@ class Spawned(Logging):
         self.log("steps", float(self.trainer.global_step + 1))
 
     def on_fit_end(self):
-        # A thread of gloo may hold the last tensor still, see tests/ranks.py. Lightning has more to say until the end.
+        # A thread of gloo may still hold the last tensor, see tests/ranks.py.
         atexit.register(torch.distributed.destroy_process_group)
 
 
 def spawned(folder):
-    """Ranks that the Trainer spawns itself; run in one process."""
+    """Train with ranks that the Trainer spawns. This runs in one process."""
     for name, strategy in (("stock", "ddp_spawn"), ("turbo", TurboDDPStrategy(start_method="spawn"))):
         model = Spawned()
         trainer = train(model, DataLoader(SAMPLES, batch_size=8), strategy=strategy, max_epochs=2)
@@ -506,7 +506,7 @@ def spawned(folder):
 
 @pytest.mark.slow
 @distributed
-def test_two_spawned_ranks_give_what_ddp_spawn_gives(tmp_path):
+def test_two_spawned_ranks_equal_ddp_spawn(tmp_path):
     run_ranks(run_jobs, tmp_path, "spawned", ranks=1)
     stock, turbo = (torch.load(tmp_path / f"spawned.{name}.0", weights_only=True) for name in ("stock", "turbo"))
     assert_same(stock, turbo)

@@ -1,4 +1,4 @@
-"""A run that goes on with something changed: another batch size, other numbers of workers, of ranks, of nodes."""
+"""Resumed runs with another batch size, or another number of workers, ranks or nodes."""
 
 import itertools
 import json
@@ -25,12 +25,12 @@ from lightning_turbo import ExactResume, Prefetch, PrefetchLoader, SeededSampler
 from lightning_turbo.callbacks.exact_resume import KEY
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, Stream
-from tests.integration.noting import gives
+from tests.integration.recording import gives
 from tests.ranks import free_port, rank_command, run_ranks, start
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
-# torchdata calls a function of torch that is on its way out.
+# torchdata calls a deprecated function of torch.
 pytestmark = [
     pytest.mark.usefixtures("every_loader_has_a_thread"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
@@ -38,7 +38,7 @@ pytestmark = [
 
 
 class Net(pl.LightningModule):
-    """Notes the epoch, the number of the batch, how many the epoch has, and the rows."""
+    """Records the epoch, the index of the batch, the number of batches of the epoch, and the rows."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Net(pl.LightningModule):
 
 
 class Stop(pl.Callback):
-    """Saves after so many steps, and ends the run there."""
+    """Saves a checkpoint after a given number of steps and ends the run."""
 
     def __init__(self, path, steps):
         self.path, self.left = path, steps
@@ -67,8 +67,8 @@ class Stop(pl.Callback):
             trainer.should_stop = True
 
 
-class Noting(Net):
-    """Notes what each step saw of each loader, and has a rate that is halved after each epoch."""
+class RecordingNet(Net):
+    """Records the batches of each loader, and has a learning rate that is halved after each epoch."""
 
     def training_step(self, batch, batch_idx):
         parts = batch if isinstance(batch, dict) else {"a": batch}
@@ -95,7 +95,7 @@ def loader(length, batch_size, drop_last=False):
 
 
 def fit(data, *callbacks, ckpt=None, validation=None, **settings):
-    model = Noting()
+    model = RecordingNet()
     trainer = quiet_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[*callbacks], **settings)
     if validation is not None:
         model.validation_step = lambda batch, batch_idx: None
@@ -103,8 +103,8 @@ def fit(data, *callbacks, ckpt=None, validation=None, **settings):
     return model.seen, trainer
 
 
-def lives(make, sizes, stops, folder, **settings):
-    """Batches of runs of these batch sizes, which but for the last stop after so many steps."""
+def run_attempts(make, sizes, stops, folder, **settings):
+    """Return the batches of a run that is stopped after each number of steps and resumed with the next batch size."""
     seen, path = [], None
     for number, (size, stop) in enumerate(itertools.zip_longest(sizes, stops)):
         here = folder / str(number)
@@ -116,11 +116,11 @@ def lives(make, sizes, stops, folder, **settings):
 
 @pytest.mark.parametrize("sizes", [(4, 2, 3), (3, 5, 1), (2, 4, 4)])
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_several_loaders_go_on_together(mode, sizes, tmp_path):
+def test_several_loaders_resume_with_another_batch_size(mode, sizes, tmp_path):
     def make(size):
         return CombinedLoader({"a": loader(29, size), "b": loader(12, size)}, mode)
 
-    seen, _ = lives(make, sizes, (2, 1), tmp_path)
+    seen, _ = run_attempts(make, sizes, (2, 1), tmp_path)
     for epoch in (0, 1):
         steps = [step for step in seen if step[0] == epoch]
         a, b = ([index for *_, parts in steps for index in parts[name]] for name in "ab")
@@ -132,14 +132,14 @@ def test_several_loaders_go_on_together(mode, sizes, tmp_path):
 
 
 @pytest.mark.parametrize(("sizes", "settings", "left"), [
-    ((4, 2), {}, 5),  # 20 of 29 samples, of which 9 are left
+    ((4, 2), {}, 5),  # 20 of 29 samples are used and 9 remain
     ((4, 2), {"limit_train_batches": 12}, 2),  # of 24
     ((4, 2), {"limit_train_batches": 6}, 0),  # of 12
     ((4, 10), {"drop_last": True}, 0),  # 9 make no batch
 ])  # fmt: skip
-def test_an_epoch_has_the_batches_that_are_left_of_it(sizes, settings, left, tmp_path):
+def test_a_resumed_epoch_has_only_the_remaining_batches(sizes, settings, left, tmp_path):
     drop_last = settings.pop("drop_last", False)
-    seen, trainer = lives(lambda size: loader(29, size, drop_last), sizes, (5,), tmp_path, **settings)
+    seen, trainer = run_attempts(lambda size: loader(29, size, drop_last), sizes, (5,), tmp_path, **settings)
     length = trainer.num_training_batches
     rest = [(epoch, number) for epoch, number, *_ in seen[5:]]
     assert rest == [(0, number) for number in range(length - left, length)] + [(1, number) for number in range(length)]
@@ -147,7 +147,7 @@ def test_an_epoch_has_the_batches_that_are_left_of_it(sizes, settings, left, tmp
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
 
 
-def test_accumulation_and_validation_follow_the_batches(tmp_path):
+def test_accumulation_and_validation_follow_the_new_number_of_batches(tmp_path):
     settings = {"validation": DataLoader(Rows(2)), "val_check_interval": 0.25}
     fit(loader(64, 8), Prefetch(), Stop(tmp_path / "c", 3), **settings)
     checks = Validations()
@@ -160,7 +160,7 @@ def test_accumulation_and_validation_follow_the_batches(tmp_path):
     assert trainer.estimated_stepping_batches == 16
 
 
-def test_a_loader_of_no_known_order_tells_in_numbers_what_other_ranks_do(tmp_path):
+def test_a_loader_with_an_unknown_order_warns_about_a_changed_number_of_ranks(tmp_path):
     def stateful():
         return StatefulDataLoader(Rows(24), 2, sampler=DistributedSampler(range(24), 2, 0))
 
@@ -172,7 +172,7 @@ def test_a_loader_of_no_known_order_tells_in_numbers_what_other_ranks_do(tmp_pat
         fit(stateful(), ExactResume(), ckpt=tmp_path / "c")
 
 
-def test_torchdatas_loader_tells_in_numbers_what_another_batch_size_does(tmp_path):
+def test_torchdatas_loader_warns_about_a_changed_batch_size(tmp_path):
     fit(StatefulDataLoader(Rows(24), 2), ExactResume(), Stop(tmp_path / "c", 3))
     said = "goes on with 1 ranks x 4 samples in place of 1 x 2.*6 were used, and 12 .*about 6 are seen never"
     with pytest.warns(TurboWarning, match=said):
@@ -190,9 +190,11 @@ class Sized(Stream):
     (Stream, (4, 2, 3), 1.0, 6), (Stream, (3, 8, 4), 1.0, 2), (Sized, (4, 2, 3), 1.0, 6), (Sized, (3, 5, 4), 1.0, 4),
     (Stream, (4, 2, 3), 8, 4), (Sized, (4, 2, 1), 9, 0),
 ])  # fmt: skip
-def test_a_stream_goes_on_at_its_sample(stream, sizes, limit, left, tmp_path):
-    """Twenty-nine samples of a stream in three lives, with two steps in each of the first two."""
-    seen, trainer = lives(lambda size: DataLoader(stream(29), size), sizes, (2, 2), tmp_path, limit_train_batches=limit)
+def test_an_iterable_dataset_resumes_at_its_sample(stream, sizes, limit, left, tmp_path):
+    """A stream of 29 samples in three attempts, with two steps in each of the first two."""
+    seen, trainer = run_attempts(
+        lambda size: DataLoader(stream(29), size), sizes, (2, 2), tmp_path, limit_train_batches=limit
+    )
     first = [index for epoch, *_, parts in seen if epoch == 0 for index in parts["a"]]
     assert first == list(range(len(first)))
     assert len(first) == 29 or limit != 1.0
@@ -207,58 +209,58 @@ def first_steps(seen):
     return [step for step in seen if step[0] == 0]
 
 
-# Other ranks, workers and batch sizes: each sample is seen once, in the order and as it was.
+# Other numbers of ranks and workers, and other batch sizes: each sample is used once, in the same order, unchanged.
 
 RANKS = 2, 1, 2
-BATCHES = 4, 8, 3  # samples of a rank's batch in each life
+BATCHES = 4, 8, 3  # samples per batch of a rank in each attempt
 SEED, EPOCHS = 5, 2
 
 
 class Case(NamedTuple):
     name: int
     length: int
-    seeded: bool  # with a SeededSampler, else with the samplers that Lightning takes for shuffle=True
+    seeded: bool  # with a SeededSampler; otherwise with Lightning's samplers for shuffle=True
     drop_last: bool
     workers: tuple[int, ...]
-    stops: tuple[int, ...]  # steps of a life
+    stops: tuple[int, ...]  # steps of each attempt
 
 
 def case_of(name):
-    """The case of a number: its random lengths, workers and stops."""
+    """Return a case with a random length, workers and stops, seeded by its number."""
     rng = random.Random(str(name))
     length = 2 * rng.randint(12, 32)
     workers = tuple(rng.sample((0, 1, 2), 3))
-    first = rng.randint(1, length // 8)  # the first two lives take 8 samples a step
+    first = rng.randint(1, length // 8)  # the first two attempts use 8 samples per step
     stops = first, rng.randint(1, length // 8 * 2 - first - 1)
     return Case(name, length, rng.random() < 0.5, rng.random() < 0.3, workers, stops)
 
 
 def augmented(index):
-    """The index, and what was drawn from each generator."""
+    """Return the index and a random number of each generator."""
     return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
-def live(folder, life, names):
-    """One life of each case on a rank, which leaves what its steps saw."""
+def run_attempt(folder, attempt, names):
+    """Run one attempt of each case on a rank, and save the rows of its steps."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     for case in map(case_of, names):
         data = Rows(case.length, augmented)
         order = {"sampler": SeededSampler(data, SEED)} if case.seeded else {"shuffle": True}
-        workers = case.workers[life]
-        loader = DataLoader(data, BATCHES[life], num_workers=workers, drop_last=case.drop_last, **order)
-        before, after = (folder / f"{case.name}-{number}.ckpt" for number in (life - 1, life))
-        stops = [Stop(after, case.stops[life])] if life < len(case.stops) else []
+        workers = case.workers[attempt]
+        loader = DataLoader(data, BATCHES[attempt], num_workers=workers, drop_last=case.drop_last, **order)
+        before, after = (folder / f"{case.name}-{number}.ckpt" for number in (attempt - 1, attempt))
+        stops = [Stop(after, case.stops[attempt])] if attempt < len(case.stops) else []
         model = Net()
         trainer = quiet_trainer(
             devices=ranks, strategy="ddp" if ranks > 1 else "auto", max_epochs=EPOCHS, num_sanity_val_steps=0,
             callbacks=[Prefetch(sample_seeds=SEED), *stops],
         )  # fmt: skip
-        trainer.fit(model, loader, ckpt_path=before if life else None, **unpickling(True if life else None))
-        torch.save({"seen": model.seen, "steps": model.steps}, folder / f"{case.name}-{life}.{rank}")
+        trainer.fit(model, loader, ckpt_path=before if attempt else None, **unpickling(True if attempt else None))
+        torch.save({"seen": model.seen, "steps": model.steps}, folder / f"{case.name}-{attempt}.{rank}")
 
 
 def expected(case):
-    """The rows of each epoch in one process without a stop, in the order of a ``SeededSampler``."""
+    """Return the rows of each epoch in one uninterrupted process, in the order of a ``SeededSampler``."""
     data = Rows(case.length, augmented)
     loader = PrefetchLoader(data, 1, sampler=SeededSampler(data, SEED), sample_seeds=SEED)
     for epoch in range(EPOCHS):
@@ -267,28 +269,28 @@ def expected(case):
 
 
 def rows_of(folder, case):
-    """What all lives saw, by epoch and in the order of the samples over all ranks, and their steps."""
+    """Return the rows of all attempts by epoch, in the order of the samples over all ranks, and the steps."""
     rows, steps = defaultdict(list), []
-    for life, ranks in enumerate(RANKS):
-        parts = [torch.load(folder / f"{case.name}-{life}.{rank}", weights_only=True) for rank in range(ranks)]
+    for attempt, ranks in enumerate(RANKS):
+        parts = [torch.load(folder / f"{case.name}-{attempt}.{rank}", weights_only=True) for rank in range(ranks)]
         steps += parts[0]["steps"]
         for each in zip(*(part["seen"] for part in parts), strict=True):
             epoch, number, length, _ = each[0]
             rows[epoch] += [row for turn in zip(*(batch for *_, batch in each), strict=True) for row in turn]
-            last = case.length % (ranks * BATCHES[life])
-            assert number < length == case.length // (ranks * BATCHES[life]) + (last > 0 and not case.drop_last)
+            last = case.length % (ranks * BATCHES[attempt])
+            assert number < length == case.length // (ranks * BATCHES[attempt]) + (last > 0 and not case.drop_last)
     return rows, steps
 
 
 def check(folder, names, timeout=150):
-    for life, ranks in enumerate(RANKS):
-        run_ranks(live, folder, life, names, ranks=ranks, timeout=timeout)
+    for attempt, ranks in enumerate(RANKS):
+        run_ranks(run_attempt, folder, attempt, names, ranks=ranks, timeout=timeout)
     for case in map(case_of, names):
         rows, steps = rows_of(folder, case)
         assert steps == list(range(len(steps))), case
         for epoch, whole in enumerate(expected(case)):
             seen = torch.stack(rows[epoch])
-            # With drop_last, what made no batch in the last life of the epoch is left out.
+            # With drop_last, the samples that do not fill a batch in the last attempt of the epoch are dropped.
             assert case.length - case.drop_last * max(RANKS) * max(BATCHES) <= len(seen) <= case.length, case
             assert seen[:, 0].unique().numel() == len(seen), case
             if case.seeded:
@@ -299,7 +301,7 @@ def check(folder, names, timeout=150):
 
 @pytest.mark.filterwarnings("ignore:Loading a batch draws")
 @pytest.mark.distributed
-def test_each_sample_is_seen_once_with_other_ranks_workers_and_batch_sizes(tmp_path):
+def test_each_sample_is_seen_once_after_ranks_workers_and_batch_sizes_change(tmp_path):
     check(tmp_path, [1, 4, 7])
 
 
@@ -307,17 +309,17 @@ def test_each_sample_is_seen_once_with_other_ranks_workers_and_batch_sizes(tmp_p
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(2500)
-def test_each_sample_is_seen_once_in_thirty_runs_that_are_stopped_at_random(tmp_path):
+def test_each_sample_is_seen_once_in_thirty_runs_with_random_stops(tmp_path):
     check(tmp_path, range(30), timeout=800)
 
 
-# Fewer nodes: torchrun goes on with one of two, after the other was killed.
+# Fewer nodes: torchrun continues on one of two nodes after the other was killed.
 
 LENGTH, BATCH = 64, 4
 
 
 class Slow(Net):
-    """Each step is a line of a file: its number, the epoch, how many batches that has, and the samples."""
+    """Writes the number, the epoch, the length of the epoch and the samples of each step to a file."""
 
     def __init__(self, file):
         super().__init__()
@@ -331,7 +333,7 @@ class Slow(Net):
 
 
 def train_on_nodes(folder):
-    """A rank that goes on from its last checkpoint."""
+    """Train on a rank, starting from its last checkpoint."""
     folder, nodes = Path(folder), int(os.environ["GROUP_WORLD_SIZE"])
     name = f"{nodes}.{os.environ['RANK']}"
     trainer = quiet_trainer(
@@ -358,7 +360,7 @@ def children(pid):
 
 
 def kill(job):
-    """Kill an agent and its ranks at once, as a machine that is switched off."""
+    """Kill an agent and its ranks at once, as when a machine is switched off."""
     for pid in [job.pid, *children(job.pid)] if job.is_alive() else []:
         os.kill(pid, signal.SIGKILL)
     job.join()
@@ -371,7 +373,7 @@ def steps(path):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
-def test_one_node_goes_on_where_two_were(tmp_path):
+def test_one_node_resumes_a_run_of_two_nodes(tmp_path):
     with ExitStack() as running:
         port, said = free_port(), tmp_path / "said"
         jobs = [agent(tmp_path, number, port) for number in (0, 1)]

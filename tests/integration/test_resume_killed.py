@@ -1,4 +1,4 @@
-"""A rank is killed at any moment, or Slurm ends the job: it comes back, and no bit of the end differs."""
+"""A rank is killed at any moment, or Slurm ends the job: the restarted run has the same results, bit for bit."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from lightning_turbo import ApexAMP, AtomicCheckpointIO, ExactAccumulation, Pref
 from lightning_turbo.data.loading import thread_policy
 from tests.data.samples import Rows, seeded
 from tests.integration import test_ranks
-from tests.integration.noting import Noting, Numbers, fit, gives
+from tests.integration.recording import Numbers, RecordingModel, fit, gives
 from tests.integration.resuming import assert_same
 from tests.ranks import end, free_port, rank_command, start
 from tests.trainers import quiet_trainer
@@ -30,7 +30,7 @@ from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
 pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
 
-# Two ranks that kill themselves at chosen moments, each moment once.
+# Two ranks that kill themselves at given moments, once for each.
 
 PLACES = ("forward", "write", "backward", "prefetch", "place", "random")
 LEVELS = ("O1", "O2")
@@ -39,11 +39,11 @@ STEPS_OF_AN_EPOCH = SAMPLES // (2 * BATCH * WINDOW)
 
 
 class Kill:
-    """The first of the planned kills that has not happened yet; without any, ``at`` does nothing.
+    """The first planned kill that has not happened yet. If none is left, ``at`` does nothing.
 
     Args:
-        folder: Where the kills that happened are marked.
-        plan: All kills, in their order.
+        folder: Where a file for each kill that happened is written.
+        plan: All kills, in order.
     """
 
     def __init__(self, folder, plan):
@@ -55,7 +55,7 @@ class Kill:
         self.thread = None
 
     def at(self, where):
-        """Die here, if this is the place, this the rank, and the step has come."""
+        """Kill this process if the place and the rank are those of the kill, and its step has come."""
         if self.mine and self.where == where and self.reached.is_set():
             self.now()
 
@@ -64,7 +64,7 @@ class Kill:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def arm(self):
-        """Watch files being written, or wait for a moment of chance in a thread."""
+        """Watch files being written, or wait for a random moment in a thread."""
         if not self.mine:
             return
         if self.where == "write":
@@ -84,7 +84,7 @@ class Kill:
 
 
 class Dying:
-    """A file whose process dies when half a MiB of a checkpoint is written to it."""
+    """A file whose process is killed after half a MiB of a checkpoint is written to it."""
 
     def __init__(self, file, kill):
         self.file, self.kill, self.count = file, kill, 0
@@ -137,17 +137,17 @@ class Net(pl.LightningModule):
         checkpoint["ballast"] = torch.zeros(2**18)  # 1 MiB, so that writing takes a while
 
 
-class Story(pl.Callback):
-    """Tells the kill how far the run is, and writes where each life began and how the last one ended."""
+class Attempts(pl.Callback):
+    """Gives the kill the progress of the run, and writes where each attempt started and the result of the last one."""
 
     def __init__(self, kill, folder):
         self.kill, self.folder = kill, folder
 
     def on_train_start(self, trainer, module):
         if trainer.is_global_zero:
-            life = {"life": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "step": trainer.global_step}
-            with open(self.folder / "lives", "a") as file:
-                file.write(json.dumps(life) + "\n")
+            attempt = {"attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "step": trainer.global_step}
+            with open(self.folder / "attempts", "a") as file:
+                file.write(json.dumps(attempt) + "\n")
         self.kill.arm()
 
     def on_train_batch_start(self, trainer, module, batch, index):
@@ -169,29 +169,27 @@ class Story(pl.Callback):
 
 
 def train(level, folder, kills, epochs):
-    """A rank of one life of the job.
+    """Train on a rank in one attempt of the job.
 
     Args:
         level: Of ApexAMP.
-        folder: Of the job.
-        kills: A comma-separated list of ``where:rank:step:seed``; they happen in turn, one in each life.
+        folder: The folder of the job.
+        kills: A comma-separated list of ``where:rank:step:seed``; one happens in each attempt, in order.
         epochs: Of the whole run.
     """
-    thread_policy.MIN_BATCH_SECONDS = (
-        0.0  # these samples load fast, and are to be loaded in the background all the same
-    )
+    thread_policy.MIN_BATCH_SECONDS = 0.0  # these samples load fast, but must be loaded in the background
     folder = Path(folder)
-    for path in folder.rglob("*.ckpt"):  # what the life before left
+    for path in folder.rglob("*.ckpt"):  # what the attempt before left
         torch.load(path, weights_only=True)
     kill = Kill(folder, [kill.split(":") for kill in kills.split(",") if kill])
     saves = ModelCheckpoint(
         folder / "checkpoints", filename="{step}", every_n_train_steps=2, save_last=True, enable_version_counter=False
     )
-    # One level writes in the background: no rank's state is lost there either.
+    # One level saves in the background.
     strategy = TurboDDPStrategy(checkpoint_io=AtomicCheckpointIO(background=level == "O2"))
     trainer = quiet_trainer(
         devices=2, strategy=strategy, max_epochs=int(epochs), accumulate_grad_batches=WINDOW,
-        callbacks=[saves, Story(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
+        callbacks=[saves, Attempts(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
         enable_checkpointing=True,
     )  # fmt: skip
     data = gives(DataLoader(samples(kill), batch_size=BATCH, shuffle=True), prefetch_batches=2)
@@ -199,7 +197,7 @@ def train(level, folder, kills, epochs):
 
 
 def start_forks(level, folder, kills, epochs):
-    """Start both ranks on torchrun's own agent, from a process that has imported everything."""
+    """Start both ranks with torchrun's agent, from a process that has imported everything."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="killed", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=len(kills.split(",")), monitor_interval=0.1, start_method="fork",
@@ -208,7 +206,7 @@ def start_forks(level, folder, kills, epochs):
 
 
 def planned(places, seed, epochs):
-    """Kills in these places, at steps of chance that lie in a row, in a rank of chance; only rank 0 writes files."""
+    """Return kills in these places at increasing random steps and in a random rank. Only rank 0 writes files."""
     chance = random.Random(seed)
     apart = (epochs * STEPS_OF_AN_EPOCH - 6) / len(places)
     return ",".join(
@@ -219,13 +217,13 @@ def planned(places, seed, epochs):
 
 
 def run(folder, level, epochs, kills="", torchrun=False):
-    """Run a job to its end while loading every checkpoint that is there, again and again; return how many were loaded.
+    """Run a job to its end, repeatedly load every existing checkpoint, and return how many were loaded.
 
     Every file that is named as a checkpoint must load at every moment.
     """
     folder.mkdir()
-    # By default torchrun keeps one store for all lives of a job, and a rank of the new life can find addresses of the
-    # old.
+    # By default torchrun keeps one store for all attempts of a job, and a rank of a new attempt can find addresses of
+    # the previous one.
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     words = (level, folder, kills, epochs)
     if torchrun:
@@ -240,7 +238,7 @@ def run(folder, level, epochs, kills="", torchrun=False):
             for path in folder.rglob("*.ckpt"):
                 try:
                     torch.load(path, weights_only=True)
-                except FileNotFoundError:  # removed for a newer one
+                except FileNotFoundError:  # replaced by a newer one
                     continue
                 loaded += 1
             assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:]
@@ -256,11 +254,11 @@ def finals(folder):
 
 
 def check(undisturbed, killed, kills, epochs):
-    """The job had a life more than kills, went on from a checkpoint, and ended as the undisturbed one, bit for bit."""
+    """Check that the job had one attempt more than kills, resumed from a checkpoint, and ended with the same bits."""
     assert len(list(killed.glob("kill.*"))) == kills
-    lives = [json.loads(line) for line in (killed / "lives").read_text().splitlines()]
-    assert [life["life"] for life in lives] == list(range(kills + 1))
-    began = [life["step"] for life in lives]
+    attempts = [json.loads(line) for line in (killed / "attempts").read_text().splitlines()]
+    assert [attempt["attempt"] for attempt in attempts] == list(range(kills + 1))
+    began = [attempt["step"] for attempt in attempts]
     assert began == sorted(began)
     assert began[0] == 0
     assert any(step % STEPS_OF_AN_EPOCH for step in began), began  # in the middle of an epoch
@@ -268,11 +266,11 @@ def check(undisturbed, killed, kills, epochs):
     for rank, (ours, theirs) in enumerate(zip(finals(killed), finals(undisturbed), strict=True)):
         assert ours["step"] == epochs * STEPS_OF_AN_EPOCH
         assert_same(ours, theirs, f"rank {rank}")
-    assert list(killed.rglob("*.partial")) == []  # what killed writers left was removed
+    assert list(killed.rglob("*.partial")) == []  # partial files of killed writers are removed
 
 
 @pytest.mark.distributed
-def test_a_kill_changes_no_bit(tmp_path):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     run(tmp_path / "undisturbed", "O2", epochs=2)
     assert run(tmp_path / "killed", "O2", 2, kills="backward:1:9:0") > 0
     check(tmp_path / "undisturbed", tmp_path / "killed", kills=1, epochs=2)
@@ -280,7 +278,7 @@ def test_a_kill_changes_no_bit(tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Gives the folder of an undisturbed run of a level, made once."""
+    """Return the folder of an uninterrupted run of a level, which runs once."""
     folder = tmp_path_factory.mktemp("undisturbed")
 
     def of(level):
@@ -296,10 +294,10 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("seed", range(3))
-def test_thirty_kills_change_no_bit(level, seed, undisturbed, tmp_path):
-    """Six kills a job, one in each place and one at any moment: thirty-six in all, twelve under torchrun itself.
+def test_runs_with_thirty_kills_equal_uninterrupted_ones(level, seed, undisturbed, tmp_path):
+    """Six kills per job, one in each place and one at any moment: thirty-six in all, twelve of them under torchrun.
 
-    The others run on torchrun's agent with ranks that are forked, which saves the imports of every life.
+    The others use torchrun's agent with forked ranks, which saves the imports of every attempt.
     """
     places = random.Random(seed).sample(PLACES, len(PLACES))
     kills = planned(places, seed=10 * seed + int(level[1]), epochs=4)
@@ -307,11 +305,11 @@ def test_thirty_kills_change_no_bit(level, seed, undisturbed, tmp_path):
     check(undisturbed(level), tmp_path / "killed", len(places), epochs=4)
 
 
-# Restarts of restarts, in one process.
+# Repeated restarts in one process.
 
 
-class Recording(Noting):
-    """Notes when epochs start, too, and has an optimizer and a schedule with states."""
+class RecordingEpochStarts(RecordingModel):
+    """Also records the starts of epochs, and has an optimizer and a scheduler with states."""
 
     def __init__(self):
         super().__init__()
@@ -327,11 +325,11 @@ class Recording(Noting):
 
 
 class AfterValidation(ModelCheckpoint):
-    """One whose state has a name of its own."""
+    """A ModelCheckpoint with its own state key."""
 
 
 def dealt(cls, **settings):
-    """A loader with the shuffled sampler that Lightning places in each of two ranks."""
+    """Return a loader with the shuffled sampler that Lightning sets in each of two ranks."""
     return lambda: cls(Numbers(6), sampler=DistributedSampler(range(6), 2, 1), **settings)
 
 
@@ -344,8 +342,8 @@ def dealt(cls, **settings):
     pytest.param(dealt(StatefulDataLoader, num_workers=1), {"max_epochs": -1, "max_steps": 9}, marks=pytest.mark.slow),
     (dealt(StatefulDataLoader), {"max_epochs": 3, "val_check_interval": 2}),
 ], ids=["in order", "one rank", "StatefulDataLoader", "validating"])  # fmt: skip
-def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, stops, tmp_path):
-    """Also from a checkpoint of an epoch's last step, of a whole epoch, and from one in the epoch after it."""
+def test_a_second_restart_resumes_exactly(loader, settings, stops, tmp_path):
+    """From checkpoints of the last step of an epoch, of the end of an epoch, and of the epoch after it."""
     validation = DataLoader(Numbers(1)) if "val_check_interval" in settings else None
 
     def go(name, path=None):
@@ -355,7 +353,7 @@ def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, s
             ModelCheckpoint(folder, filename="end-{step}", save_on_train_epoch_end=True, save_top_k=-1),
             AfterValidation(folder, filename="val-{step}", save_on_train_epoch_end=False, save_top_k=-1),
         ]
-        settings.update(model=Recording, strategy="turbo", enable_checkpointing=True)
+        settings.update(model=RecordingEpochStarts, strategy="turbo", enable_checkpointing=True)
         return fit(loader(), *saves, validation=validation, ckpt_path=path, **settings), sorted(folder.glob("*.ckpt"))
 
     whole, paths = go("whole")
@@ -363,10 +361,10 @@ def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, s
     for path, first in [(path, int(path.stem.partition("=")[2])) for path in paths]:
         if first not in stops:
             continue
-        once, again = go(path.stem, path)
+        once, later = go(path.stem, path)
         assert once.seen == whole.seen[first:], path.stem
         assert once.epochs == list(range(-(-first // 3), 3)), path.stem
-        for next_path in again:
+        for next_path in later:
             second = int(next_path.stem.partition("=")[2])
             if second < min(first + 3, 9):
                 twice, _ = go(f"{path.stem}-{next_path.stem}", next_path)
@@ -374,7 +372,7 @@ def test_a_second_restart_goes_on_where_the_first_would_have(loader, settings, s
                 assert_same(twice.state_dict(), whole.state_dict(), f"{path.stem} {next_path.stem}")
 
 
-# Slurm announces the end of a job: Lightning saves in the middle of it, and the next job equals one long one.
+# Slurm announces the end of a job: Lightning saves a checkpoint, and the requeued job equals an uninterrupted one.
 
 
 SLURM = {
@@ -383,13 +381,13 @@ SLURM = {
 }  # fmt: skip
 
 
-class Told(test_ranks.Net):
-    def __init__(self, told):
+class Signaled(test_ranks.Net):
+    def __init__(self, signal_at):
         super().__init__()
-        self.told, self.tests = told, 0
+        self.signal_at, self.tests = signal_at, 0
 
     def training_step(self, batch, index):
-        if (self.current_epoch, index) == self.told:
+        if (self.current_epoch, index) == self.signal_at:
             os.kill(os.getpid(), signal.SIGUSR1)
         return super().training_step(batch, index)
 
@@ -398,18 +396,18 @@ class Told(test_ranks.Net):
 
 
 def train_under_slurm(folder, batch=None, ranks=""):
-    """Train three epochs of ten batches in windows of four; every rank has its own order.
+    """Train three epochs of ten batches in windows of four. Every rank has its own order.
 
     Args:
-        folder: Of the job.
-        batch: The number of the batch of the second epoch in which a rank is told that its time is up. None: in no
-            batch, because it goes on after that.
-        ranks: Those that are told.
+        folder: The folder of the job.
+        batch: The batch of the second epoch in which a rank gets the signal. None: no signal, because the job
+            resumes after it.
+        ranks: The ranks that get the signal.
     """
-    rank, goes_on = os.environ["SLURM_PROCID"], batch is None
-    model = Told((1, batch) if rank in ranks else None)
+    rank, resumed = os.environ["SLURM_PROCID"], batch is None
+    model = Signaled((1, batch) if rank in ranks else None)
     data = Subset(test_ranks.SAMPLES, range(40))
-    generator = seeded(int(rank) + 10 * goes_on)
+    generator = seeded(int(rank) + 10 * resumed)
     trainer = quiet_trainer(
         devices=2, strategy=TurboDDPStrategy(), max_epochs=3, default_root_dir=folder,
         accumulate_grad_batches=4, use_distributed_sampler=False, plugins=[ApexAMP("O2", dtype=torch.bfloat16)],
@@ -417,11 +415,11 @@ def train_under_slurm(folder, batch=None, ranks=""):
     )  # fmt: skip
     trainer.fit(model, PrefetchLoader(data, batch_size=4, shuffle=True, generator=generator), DataLoader(data, 40))
     result = {"module": model.state_dict(), "seen": model.seen, "steps": trainer.global_step, "tests": model.tests}
-    torch.save(result, folder / f"{'again' if goes_on else 'told'}.{rank}")
+    torch.save(result, folder / f"{'requeued' if resumed else 'signaled'}.{rank}")
 
 
 def srun(folder, *arguments):
-    """Run two ranks as srun would, to their end."""
+    """Run two ranks to their end, as srun does."""
     job = {**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     job["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
     jobs = [
@@ -440,9 +438,9 @@ def srun(folder, *arguments):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="signals are told on the host with Lightning 2.6")
+@pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning 2.6 communicates signals on the host")
 @pytest.mark.parametrize(("batch", "ranks", "saved"), [(2, "01", 18), (2, "1", 18), (5, "0", 20)])
-def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(batch, ranks, saved, tmp_path):
+def test_a_requeued_slurm_job_equals_an_uninterrupted_one(batch, ranks, saved, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/asked"\n')
     (tmp_path / "scontrol").chmod(0o755)
     srun(tmp_path, batch, ranks)  # it trains on to its end, as it would have without the signal
@@ -450,8 +448,8 @@ def test_a_job_that_is_queued_again_equals_one_that_was_never_stopped(batch, ran
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
     srun(tmp_path)
     for rank in (0, 1):
-        told, again = (torch.load(tmp_path / f"{name}.{rank}") for name in ("told", "again"))
-        assert told["steps"] == again["steps"] == 9
-        assert (len(told["seen"]), told["tests"], again["tests"]) == (30, 3, 2 if saved < 20 else 1)
-        assert again["seen"] == told["seen"][saved:]
-        assert all(torch.equal(again["module"][name], value) for name, value in told["module"].items())
+        signaled, requeued = (torch.load(tmp_path / f"{name}.{rank}") for name in ("signaled", "requeued"))
+        assert signaled["steps"] == requeued["steps"] == 9
+        assert (len(signaled["seen"]), signaled["tests"], requeued["tests"]) == (30, 3, 2 if saved < 20 else 1)
+        assert requeued["seen"] == signaled["seen"][saved:]
+        assert all(torch.equal(requeued["module"][name], value) for name, value in signaled["module"].items())

@@ -1,4 +1,4 @@
-"""Which batches a run sees that goes on from a checkpoint: those that a run without a stop sees."""
+"""A run resumed from a checkpoint sees the same batches as an uninterrupted one."""
 
 import functools
 import multiprocessing
@@ -21,16 +21,16 @@ from lightning_turbo import ExactResume, PrefetchDataModule, PrefetchLoader, See
 from lightning_turbo.data.loading.loader import prefetching
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, Stream, seeded
-from tests.integration.noting import EACH_STRATEGY, Numbers, Save, fit, gives, matrix
+from tests.integration.recording import EACH_STRATEGY, Numbers, Save, fit, gives, matrix
 from tests.trainers import quiet_trainer
 from tests.versions import BEGINS_ONCE, unpickling
 
 pytestmark = [
     pytest.mark.usefixtures("every_loader_has_a_thread"),
     pytest.mark.timeout(120),
-    # torchdata calls a function of torch that is on its way out.
+    # torchdata calls a deprecated function of torch.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    # One of several streams is left by Lightning where the longest ends, perhaps before its thread has
+    # Lightning stops reading a shorter stream where the longest ends, perhaps before its thread has
     # seen its end.
     pytest.mark.filterwarnings("ignore:An epoch of the stream:lightning_turbo.errors.TurboWarning"),
 ]
@@ -43,12 +43,12 @@ def loader(length, seed, cls=DataLoader, **settings):
 
 
 def sides(strategy, cls=DataLoader):
-    """A DataModule that adds prefetching to a class of loaders, or another one and the class that has it."""
+    """Return a DataModule that adds prefetching and a loader class, or a plain DataModule and a prefetching class."""
     return (PrefetchDataModule, cls) if strategy == "auto" else (LightningDataModule, prefetching(cls))
 
 
 class Own(IterableDataset):
-    """Keeps its place itself, and draws from a generator of its own."""
+    """A stateful stream that draws from its own generator."""
 
     def __init__(self, length=8):
         self.length, self.at, self.loaded, self.rng = length, 0, False, torch.Generator().manual_seed(3)
@@ -101,7 +101,7 @@ class Model(LightningModule):
 
 
 class Drawing(Model):
-    """Its weight depends on random numbers of each step; at the end it notes the weight and Lightning's counters."""
+    """Its weight depends on random numbers of each step. At the end it records the weight and Lightning's counters."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -130,7 +130,7 @@ def run(make, base, path, *callbacks, model=Model, **settings):
 
 
 def check_stops(make, base, stops, folder, straight=None, **settings):
-    """However often a run is stopped, and in whatever hook, it sees what one sees that is not."""
+    """Check that a run stopped at these batches and hooks sees the same batches as an uninterrupted one."""
     straight = straight or run(make, base, None, **settings)
     seen, path = [], None
     for number, (batches, hook) in enumerate(stops):
@@ -157,7 +157,7 @@ def test_loaders_of_unequal_length(mode, batches, strategy, tmp_path):
 
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", pytest.param("on_train_epoch_end", marks=BEGINS_ONCE)])
-def test_an_order_from_a_generator_goes_on_after_an_epoch(limit, hook, tmp_path):
+def test_an_order_from_a_generator_resumes_after_an_epoch(limit, hook, tmp_path):
     batches = 2 * (limit if limit == 3 else 4)
     seen = check(
         lambda: loader(8, 1), PrefetchDataModule, tmp_path / "c", batches, hook,
@@ -168,7 +168,7 @@ def test_an_order_from_a_generator_goes_on_after_an_epoch(limit, hook, tmp_path)
 
 
 def early(hook):
-    """A model that has Lightning set the loaders up before it restores its loops."""
+    """Return a model that makes Lightning set up the loaders before it restores the loops."""
 
     def reads(self, *args, **kwargs):
         assert self.trainer.estimated_stepping_batches == 12
@@ -181,7 +181,7 @@ def early(hook):
     ("kind", "batches", "hook", "strategy"), ["plain", "workers"], [2, 4, 6],
     ["configure_optimizers", "on_fit_start", "setup"], STRATEGIES,
 )  # fmt: skip
-def test_loaders_that_are_set_up_early(kind, batches, hook, strategy, tmp_path):
+def test_loaders_set_up_before_the_loops_are_restored_resume(kind, batches, hook, strategy, tmp_path):
     base, cls = sides(strategy) if kind == "workers" else (PrefetchDataModule, DataLoader)
     check(
         lambda: loader(8, 1, cls, num_workers=int(kind == "workers")), base, tmp_path / "c", batches,
@@ -189,14 +189,14 @@ def test_loaders_that_are_set_up_early(kind, batches, hook, strategy, tmp_path):
     )  # fmt: skip
 
 
-def test_a_sampler_with_an_epoch_whose_loader_is_set_up_early(tmp_path):
+def test_a_sampler_with_set_epoch_resumes_if_its_loader_is_set_up_early(tmp_path):
     make, model = (lambda: LOADERS["counting"](DataLoader)), early("configure_optimizers")
     check(make, LightningDataModule, tmp_path / "c", 4, strategy="turbo", model=model)
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 12}])
 @pytest.mark.parametrize("batches", [2, pytest.param(4, marks=BEGINS_ONCE)])
-def test_a_loader_with_a_state_that_is_set_up_early(batches, limit, tmp_path):
+def test_a_stateful_loader_resumes_if_it_is_set_up_early(batches, limit, tmp_path):
     class SetsUp(Model):
         def configure_optimizers(self):
             self.trainer.fit_loop.setup_data()
@@ -210,13 +210,13 @@ def test_a_loader_with_a_state_that_is_set_up_early(batches, limit, tmp_path):
 
 @BEGINS_ONCE
 @EACH_STRATEGY
-def test_an_epoch_that_a_hook_ended_is_over(strategy, tmp_path):
+def test_an_epoch_that_a_hook_ended_is_not_resumed(strategy, tmp_path):
     class Ends(Model):
         def on_train_batch_start(self, batch, index):
             return -1 if index == 2 else None
 
     base, cls = sides(strategy)
-    save = Save(tmp_path / "c", 3, "on_train_epoch_end")  # Lightning counts the batch that was refused
+    save = Save(tmp_path / "c", 3, "on_train_epoch_end")  # Lightning counts the skipped batch
     seen, again = (
         run(lambda: loader(8, 1, cls), base, path, save, strategy=strategy, model=Ends)
         for path in (None, tmp_path / "c")
@@ -244,9 +244,9 @@ def never_stopped(name, strategy, model):
 
 @pytest.mark.filterwarnings("ignore:Loading a batch draws")
 @matrix(("name", "stops", "strategy"), list(LOADERS), STOPS, STRATEGIES, times=1)
-def test_runs_that_are_stopped_again_and_again(name, stops, strategy, tmp_path):
+def test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(name, stops, strategy, tmp_path):
     base, cls = sides(strategy)
-    # A step that had drawn when it was saved draws others when it is made again.
+    # A step that had drawn random numbers before the save draws others when it is repeated.
     model = Model if any("backward" in hook for _, hook in stops) else Drawing
     straight = never_stopped(name, strategy, model)
     check_stops(lambda: LOADERS[name](cls), base, stops, tmp_path, straight, strategy=strategy, model=model)
@@ -258,8 +258,8 @@ def test_runs_that_are_stopped_again_and_again(name, stops, strategy, tmp_path):
     ("workers", [(4, "on_before_backward"), (8, "on_train_epoch_end")], {"max_epochs": -1, "max_steps": 11}),
     ("stream", [(8, "on_train_end")], {"max_epochs": 2}),
 ])  # fmt: skip
-def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
-    """By ``max_steps`` alone, with epochs that end before or after their data do, or with nothing left to do."""
+def test_runs_with_other_stopping_conditions_resume(name, stops, settings, tmp_path):
+    """With ``max_steps`` only, with epochs that end before or after their data, or with no step left."""
     for strategy in STRATEGIES:
         base, cls = sides(strategy)
         check_stops(lambda cls=cls: LOADERS[name](cls), base, stops, tmp_path, strategy=strategy, **settings)
@@ -270,8 +270,8 @@ def test_runs_that_end_in_another_way(name, stops, settings, tmp_path):
 @pytest.mark.parametrize(("hook", "interval", "workers"), [
     ("on_train_epoch_end", 4, 0), ("on_train_epoch_end", 2, 1), ("on_train_end", 4, 1), ("on_train_end", 2, 0),
 ])  # fmt: skip
-def test_an_epoch_that_max_steps_ended_goes_on_with_more_steps(hook, interval, workers, strategy, tmp_path):
-    """Ten steps end in the third epoch of four batches, with an interval of two right after a validation."""
+def test_an_epoch_ended_by_max_steps_resumes_with_a_larger_max_steps(hook, interval, workers, strategy, tmp_path):
+    """Ten steps end in the third epoch of four batches, right after a validation if its interval is two."""
 
     class Logged(Model):
         def training_step(self, batch, batch_idx):
@@ -304,8 +304,8 @@ def test_an_epoch_that_max_steps_ended_goes_on_with_more_steps(hook, interval, w
     assert rows == logged
 
 
-def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
-    """A ``StatefulDataLoader`` starts some to tell where it stands, if it is asked after its iterator was dropped."""
+def test_a_checkpoint_after_a_run_starts_no_worker(tmp_path):
+    """A ``StatefulDataLoader`` starts workers for its ``state_dict`` after its iterator was deleted."""
 
     def make():
         return LOADERS["stream of a worker"](StatefulDataLoader)
@@ -319,15 +319,17 @@ def test_no_worker_is_started_for_a_checkpoint_after_a_run(tmp_path):
 
 
 @EACH_STRATEGY
-def test_no_worker_is_left_by_a_loader_whose_attributes_are_kept(strategy, tmp_path):
-    """As Lightning keeps them for the rest of a process in which a ``train_dataloader`` raised."""
+def test_a_loader_whose_attributes_are_kept_leaves_no_worker(strategy, tmp_path):
+    """Lightning keeps the patched attributes for the rest of a process in which a ``train_dataloader`` raised."""
     with _replace_dunder_methods(DataLoader):
-        test_runs_that_are_stopped_again_and_again("workers", [(4, "on_train_batch_end")], strategy, tmp_path)
+        test_a_run_stopped_repeatedly_equals_an_uninterrupted_one(
+            "workers", [(4, "on_train_batch_end")], strategy, tmp_path
+        )
         assert not multiprocessing.active_children()
 
 
-class SaveBehind(Callback):
-    """Writes a checkpoint behind a batch and what is due after it, as a strategy of several ranks does for Slurm."""
+class SaveAfterBatch(Callback):
+    """Saves a checkpoint after a batch and its validation, as a strategy of several ranks does for Slurm."""
 
     def __init__(self, path, batches):
         self.path, self.batches = path, batches
@@ -350,7 +352,7 @@ class SaveBehind(Callback):
     (2, "on_train_batch_start"), (2, "on_before_backward"), (4, "on_train_epoch_start"), (8, "on_train_epoch_start"),
     (8, "on_before_backward"), (2, "behind"), (3, "behind"), (4, "behind"), (6, "behind"), (8, "behind"),
 ])  # fmt: skip
-def test_steps_are_counted_and_validated_as_in_one_run(batches, hook, strategy, tmp_path):
+def test_step_counts_and_validations_of_a_resumed_run_equal_an_uninterrupted_one(batches, hook, strategy, tmp_path):
     class Logged(Model):
         def training_step(self, batch, batch_idx):
             self.log("made", float(self.global_step))
@@ -376,7 +378,7 @@ def test_steps_are_counted_and_validated_as_in_one_run(batches, hook, strategy, 
 
     rows = []
     path = tmp_path / "c"
-    seen, logged = go(None, SaveBehind(path, batches) if hook == "behind" else Save(path, batches, hook))
+    seen, logged = go(None, SaveAfterBatch(path, batches) if hook == "behind" else Save(path, batches, hook))
     again, logged_again = go(path)
     assert again == seen[-len(again) :]
     assert len([step for step in again if isinstance(step, dict)]) == 12 - batches
@@ -384,7 +386,7 @@ def test_steps_are_counted_and_validated_as_in_one_run(batches, hook, strategy, 
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-def test_a_step_that_takes_its_batches_itself_goes_on_after_them(tmp_path):
+def test_a_step_that_takes_dataloader_iter_resumes_after_its_batches(tmp_path):
     class Takes(Model):
         def training_step(self, dataloader_iter):
             for _ in range(2):
@@ -400,13 +402,13 @@ def test_a_step_that_takes_its_batches_itself_goes_on_after_them(tmp_path):
 
 
 class Augmented(IterableDataset):
-    """A stream that draws from the generator of the process, from which the model draws too."""
+    """A stream that draws from the global RNG, from which the model draws too."""
 
     def __iter__(self):
         return ((torch.randn(4), number) for number in range(12))
 
 
-class AugmentedOfALength(Augmented):
+class AugmentedWithLength(Augmented):
     def __len__(self):
         return 12
 
@@ -415,15 +417,15 @@ class AugmentedOfALength(Augmented):
 @pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning")
 @NO_VALIDATION
 @pytest.mark.parametrize("batches", [1, 3, 6, 8])
-@pytest.mark.parametrize("stream", [Augmented, AugmentedOfALength])
-def test_a_stream_that_draws_goes_on_with_the_same_samples_and_numbers(stream, batches, tmp_path):
+@pytest.mark.parametrize("stream", [Augmented, AugmentedWithLength])
+def test_an_iterable_dataset_that_draws_random_numbers_resumes_exactly(stream, batches, tmp_path):
     whole = fit(gives(DataLoader(stream(), 2)), Save(tmp_path / "a.ckpt", batches))
     rest = fit(gives(DataLoader(stream(), 2)), seed=1, ckpt_path=tmp_path / "a.ckpt")
     assert (rest.seen, rest.losses) == (whole.seen[batches:], whole.losses[batches:])
 
 
 class DrawingRows(Rows):
-    """Adds a number of a generator of its own."""
+    """Adds a random number of its own generator."""
 
     def __init__(self):
         super().__init__(8)
@@ -434,7 +436,7 @@ class DrawingRows(Rows):
 
 
 class Shuffles(Sampler):
-    """Draws from a generator of NumPy's."""
+    """Draws from a NumPy generator."""
 
     def __init__(self):
         self.rng = np.random.default_rng(3)
@@ -446,11 +448,11 @@ class Shuffles(Sampler):
         return iter(self.rng.permutation(8).tolist())
 
 
-# Loaders that do not count their batches for ExactResume.
+# Loaders that do not report their position to ExactResume.
 FOREIGN = {
     "plain": lambda: loader(8, 1),
     "plain, workers": lambda: loader(8, 1, num_workers=1),
-    "plain, workers stay": lambda: loader(8, 1, num_workers=1, persistent_workers=True),
+    "plain, persistent workers": lambda: loader(8, 1, num_workers=1, persistent_workers=True),
     "plain, replacement": lambda: DataLoader(
         range(8), 2, sampler=RandomSampler(range(8), replacement=True, num_samples=10, generator=seeded(1))
     ),
@@ -462,7 +464,7 @@ FOREIGN = {
     ),
     "torchdata, NumPy": lambda: StatefulDataLoader(range(8), 2, sampler=Shuffles()),
     "torchdata, workers": lambda: StatefulDataLoader(range(8), 2, shuffle=True, num_workers=1),
-    "torchdata, workers stay": lambda: StatefulDataLoader(
+    "torchdata, persistent workers": lambda: StatefulDataLoader(
         range(8), 2, shuffle=True, num_workers=1, persistent_workers=True
     ),
     "torchdata, distributed": lambda: StatefulDataLoader(
@@ -483,25 +485,25 @@ FOREIGN = {
     ("name", "limit", "hook", "base"), list(FOREIGN), [1.0, 3], ["on_train_batch_end", "on_train_epoch_end"],
     [pytest.param(LightningDataModule, id="alone"), pytest.param(PrefetchDataModule, id="prefetching")],
 )  # fmt: skip
-def test_loaders_of_other_classes_begin_the_next_epoch_as_in_one_run(name, limit, hook, base, tmp_path):
+def test_loaders_of_other_classes_start_the_next_epoch_as_in_an_uninterrupted_run(name, limit, hook, base, tmp_path):
     length = 3 if limit == 3 else 5 if "replacement" in name else 4
     seen = check(FOREIGN[name], base, tmp_path / "c", 2 * length, hook, (ExactResume,), limit_train_batches=limit)
     assert len(seen) == 3 * length
 
 
 class Placed(Own):
-    """Keeps its place, and draws nothing."""
+    """A stateful stream that draws no random numbers."""
 
     def sample(self):
         return torch.tensor(self.at)
 
 
-# One loader of three whose passes are shorter than the epoch of the longest.
+# One of three loaders; its passes are shorter than the epoch of the longest one.
 PASSES = {
     "shuffled": lambda cls, length: loader(length, length, cls),
     "shuffled by the global generator": lambda cls, length: cls(range(length), 2, shuffle=True),
     "workers": lambda cls, length: loader(length, length, cls, num_workers=1),
-    "workers stay": lambda cls, length: loader(length, length, cls, num_workers=1, persistent_workers=True),
+    "persistent workers": lambda cls, length: loader(length, length, cls, num_workers=1, persistent_workers=True),
     "with an epoch": lambda cls, length: cls(range(length), 2, sampler=SeededSampler(range(length), 3)),
     "stream": lambda cls, length: cls(Stream(length), 2),
     "own": lambda cls, length: cls(Own(length), 2),
@@ -517,7 +519,7 @@ PASSES = {
      [(4, "on_train_batch_end"), (5, "on_train_batch_end"), (8, "on_train_batch_end")]],
     times=1,
 )  # fmt: skip
-def test_loaders_that_have_begun_again_within_an_epoch(name, stops, tmp_path):
+def test_loaders_that_restarted_within_an_epoch_resume(name, stops, tmp_path):
     check_stops(lambda: three(name), LightningDataModule, stops, tmp_path, strategy="turbo")
 
 
@@ -527,8 +529,8 @@ def three(name):
 
 
 @pytest.mark.parametrize("name", ["stream", "torchdata, stream"])
-def test_batches_of_a_pass_that_ended_within_a_step_are_said_to_be_left_out(name, tmp_path):
-    """Two batches were fetched and not used, the one of the step and one ahead, and a pass ended between them."""
+def test_a_warning_names_the_batches_that_are_lost_when_a_pass_ended_within_a_step(name, tmp_path):
+    """Two batches were fetched and not used, that of the step and the next one, and a pass ended between them."""
     save = Save(tmp_path / "c", 3, "on_train_batch_start")
 
     def stop_and_go_on():
@@ -539,10 +541,10 @@ def test_batches_of_a_pass_that_ended_within_a_step_are_said_to_be_left_out(name
         stop_and_go_on()
 
 
-# Checkpoints of a validation, and loaders that are made anew.
+# Checkpoints of a validation, and reloaded dataloaders.
 
 
-def test_the_best_checkpoint_of_a_validation_goes_on_with_the_next_epoch(tmp_path):
+def test_the_best_checkpoint_of_a_validation_resumes_with_the_next_epoch(tmp_path):
     class Data(PrefetchDataModule):
         def train_dataloader(self):
             return DataLoader(Numbers(8), 2, shuffle=True, generator=torch.Generator().manual_seed(0))
@@ -565,7 +567,7 @@ def test_the_best_checkpoint_of_a_validation_goes_on_with_the_next_epoch(tmp_pat
 @pytest.mark.parametrize("every", [1, 2])
 @EACH_STRATEGY
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-def test_loaders_that_are_made_anew_reset_epochs(every, hook, strategy, tmp_path):
+def test_reloaded_dataloaders_reset_epochs(every, hook, strategy, tmp_path):
     class Anew(PrefetchDataModule):
         def train_dataloader(self):
             own = torch.Generator().manual_seed(0)
@@ -587,9 +589,7 @@ def test_loaders_that_are_made_anew_reset_epochs(every, hook, strategy, tmp_path
     )
     for way in ((0, 1, "auto"), (1, 1, "turbo"), (0, 2, "turbo"))
 ])  # fmt: skip
-def test_loaders_that_are_made_anew_with_the_generator_of_the_old_ones_go_on_with_it(
-    batches, hook, workers, every, strategy, tmp_path
-):
+def test_reloaded_dataloaders_that_share_a_generator_resume_exactly(batches, hook, workers, every, strategy, tmp_path):
     class Keeps(PrefetchDataModule):
         def __init__(self):
             super().__init__()
@@ -605,7 +605,7 @@ def test_loaders_that_are_made_anew_with_the_generator_of_the_old_ones_go_on_wit
 
 
 @pytest.mark.parametrize(("epoch", "validates"), [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3)])
-def test_loaders_of_the_validation_are_made_anew_in_the_same_epochs(epoch, validates, tmp_path):
+def test_validation_dataloaders_are_reloaded_in_the_same_epochs(epoch, validates, tmp_path):
     class Anew(PrefetchDataModule):
         def __init__(self):
             super().__init__()

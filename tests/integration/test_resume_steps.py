@@ -1,4 +1,4 @@
-"""The steps of a run that goes on are those of one that never stopped: random numbers, schedules, counters, windows."""
+"""A resumed run has the same steps as an uninterrupted one: random numbers, schedulers, counters, accumulation."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from lightning_turbo import ApexAMP, ExactAccumulation, ExactResume, PrefetchDat
 from lightning_turbo.callbacks.exact_resume import KEY
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, seeded
-from tests.integration.noting import EACH_STRATEGY, Save, matrix
+from tests.integration.recording import EACH_STRATEGY, Save, matrix
 from tests.integration.resuming import ALL, check_resumed, run_all
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
@@ -36,7 +36,7 @@ BATCHES, EPOCHS = 6, 3
 
 
 def altered(index):
-    """A sample, altered by an augmentation of torch, NumPy and Python."""
+    """Return a sample with random augmentations of torch, NumPy and Python."""
     return torch.full((4,), float(index)) + torch.rand(4) + np.random.rand() + random.random()
 
 
@@ -108,7 +108,7 @@ AT = [
 
 
 @matrix(("kind", "at"), list(KINDS), AT)
-def test_a_resumed_run_equals_one_that_never_stopped(kind, at, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(kind, at, tmp_path):
     hook, batches = at
     if batches == 8 and "plain" in kind:
         pytest.skip("a plain DataLoader does not know its position in the middle of an epoch")
@@ -125,14 +125,14 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, at, tmp_path):
 
 
 @pytest.mark.parametrize("at", [("on_train_batch_end", 6), ("on_train_epoch_start", 6)])
-def test_a_plain_loader_goes_on_where_an_epoch_ends(at, tmp_path):
-    test_a_resumed_run_equals_one_that_never_stopped("plain loader, turbo", at, tmp_path)
+def test_a_plain_loader_resumes_at_the_end_of_an_epoch(at, tmp_path):
+    test_a_resumed_run_equals_an_uninterrupted_one("plain loader, turbo", at, tmp_path)
 
 
 MADE_AGAIN = {
     "shuffled": lambda kept: {"shuffle": True},
     "with a new generator": lambda kept: {"shuffle": True, "generator": seeded(1)},
-    "with a generator that stays": lambda kept: {"shuffle": True, "generator": kept},
+    "with a shared generator": lambda kept: {"shuffle": True, "generator": kept},
     "in order": lambda kept: {},
 }
 
@@ -140,8 +140,8 @@ MADE_AGAIN = {
 @pytest.mark.parametrize("batches", [6, 12])
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("kind", MADE_AGAIN)
-def test_an_epoch_begins_once_with_loaders_that_were_made_for_it(kind, every, batches, tmp_path):
-    """A checkpoint from its first hook was saved after they were made, which draws random numbers."""
+def test_reloaded_dataloaders_start_a_resumed_epoch_once(kind, every, batches, tmp_path):
+    """A checkpoint of the first hook is saved after the loaders were created, which draws random numbers."""
     path, losses = tmp_path / "at.ckpt", []
     for ckpt in (None, path):
         pl.seed_everything(0 if ckpt is None else 1, verbose=False)
@@ -161,8 +161,8 @@ def test_an_epoch_begins_once_with_loaders_that_were_made_for_it(kind, every, ba
 
 @pytest.mark.parametrize("batches", [2, 3, 6, 8])
 @pytest.mark.parametrize("kind", ["datamodule", "prefetch loader, turbo"])
-def test_a_step_that_was_under_way_is_made_again_with_the_same_numbers(kind, batches, tmp_path):
-    """Also right after a validation, which Lightning would begin once more, and draw for it."""
+def test_an_unfinished_step_is_repeated_with_the_same_random_numbers(kind, batches, tmp_path):
+    """Also right after a validation, which Lightning would repeat, and draw random numbers for it."""
     path, settings = tmp_path / "at.ckpt", {"val_check_interval": 2, "limit_val_batches": 1.0}
     whole, first = fit(kind, Save(path, batches, "on_train_batch_start"), **settings)
     rest, second = fit(kind, ckpt=path, **settings)
@@ -171,7 +171,7 @@ def test_a_step_that_was_under_way_is_made_again_with_the_same_numbers(kind, bat
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was saved after 2 of 4 batches")
-def test_a_step_in_a_window_of_a_schedule_is_logged_once(tmp_path):
+def test_a_step_within_a_scheduler_interval_is_logged_once(tmp_path):
     path, runs = tmp_path / "at.ckpt", []
     for ckpt in (None, path):
         scheduled = GradientAccumulationScheduler({0: 4})
@@ -182,7 +182,7 @@ def test_a_step_in_a_window_of_a_schedule_is_logged_once(tmp_path):
 
 
 class Waiting(Net):
-    """Its rate is halved at the end of an epoch whose value is not the best so far."""
+    """Its learning rate is halved at the end of an epoch whose monitored value is not the best so far."""
 
     def __init__(self, monitor):
         super().__init__()
@@ -223,7 +223,7 @@ def never_stopped(monitor, strategy):
     ("on_train_epoch_end", 6), ("on_train_epoch_end", 12), ("on_validation_end", 6), ("on_validation_end", 12),
     ("on_train_epoch_start", 6), ("on_train_batch_end", 8), ("on_train_batch_end", 12), ("on_train_end", 12),
 ])  # fmt: skip
-def test_a_scheduler_that_waits_for_a_value_is_updated_once_in_each_epoch(hook, batches, monitor, tmp_path):
+def test_reduce_lr_on_plateau_is_updated_once_per_epoch(hook, batches, monitor, tmp_path):
     path, settings = tmp_path / "at.ckpt", {}
     strategy = "auto" if batches == 12 else "turbo"
     ends = {"max_epochs": 2} if hook == "on_train_end" else {}
@@ -237,7 +237,7 @@ def test_a_scheduler_that_waits_for_a_value_is_updated_once_in_each_epoch(hook, 
 
 
 class WaitingForSteps(Waiting):
-    """Its rate is halved after so many steps without a better value."""
+    """Its learning rate is halved after some steps without a better value."""
 
     def configure_optimizers(self):
         settings = super().configure_optimizers()
@@ -253,7 +253,7 @@ class WaitingForSteps(Waiting):
 @matrix(("interval", "batches", "hook"), [1.0, 2], [3, 6, 8, 12], [
     "on_train_batch_end", "on_train_batch_start", "on_train_epoch_end", "on_validation_epoch_end", "on_validation_end",
 ])  # fmt: skip
-def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, batches, hook, tmp_path):
+def test_reduce_lr_on_plateau_per_step_is_updated_once(interval, batches, hook, tmp_path):
     path, runs = tmp_path / "at.ckpt", []
     for ckpt in (None, path):
         pl.seed_everything(0 if ckpt is None else 1, verbose=False)
@@ -272,7 +272,7 @@ def test_a_scheduler_that_waits_for_a_value_of_steps_is_updated_once(interval, b
 
 
 class Fail(pl.Callback):
-    """Ends a run with an error in a hook after so many batches, and saves then."""
+    """Ends a run with an error in a hook after a given number of batches, and saves a checkpoint."""
 
     def __init__(self, path, batches, hook):
         def fail(trainer, *_):
@@ -287,7 +287,7 @@ class Fail(pl.Callback):
 @pytest.mark.parametrize(("hook", "batches"), [
     ("on_train_batch_end", 4), ("on_train_batch_end", 8), ("on_train_epoch_end", 6), ("on_validation_end", 12),
 ])  # fmt: skip
-def test_a_value_that_a_scheduler_waits_for_is_saved_after_an_error_too(hook, batches, interval, tmp_path):
+def test_the_monitored_value_of_a_scheduler_is_saved_after_an_error(hook, batches, interval, tmp_path):
     path, runs = tmp_path / "at.ckpt", []
     for stopped, ckpt in ((False, None), (True, None), (False, path)):
         pl.seed_everything(0 if ckpt is None else 1, verbose=False)
@@ -303,7 +303,7 @@ def test_a_value_that_a_scheduler_waits_for_is_saved_after_an_error_too(hook, ba
 
 
 @pytest.mark.parametrize("batches", [6, 8])
-def test_a_checkpoint_without_those_values_is_resumed_as_lightning_does(batches, tmp_path):
+def test_a_checkpoint_without_monitored_values_is_resumed_as_lightning_does(batches, tmp_path):
     path = tmp_path / "at.ckpt"
     hook = "on_train_epoch_end" if batches == 6 else "on_train_batch_end"
     fit_waiting("validated", "turbo", Save(path, batches, hook))
@@ -316,14 +316,14 @@ def test_a_checkpoint_without_those_values_is_resumed_as_lightning_does(batches,
     assert scheduler["last_epoch"] == EPOCHS - 1
 
 
-def test_a_checkpoint_that_is_saved_after_a_run_resumes_too(tmp_path):
+def test_a_checkpoint_saved_after_a_run_resumes(tmp_path):
     path = tmp_path / "two.ckpt"
     fit("datamodule", max_epochs=2, limit_val_batches=0)[0].save_checkpoint(path)
     whole, rest = (fit("datamodule", ckpt=ckpt, limit_val_batches=0)[1] for ckpt in (None, path))
     assert rest.losses == whole.losses[12:]
 
 
-def test_the_random_states_of_ranks_that_are_gone_are_dropped(tmp_path, monkeypatch):
+def test_the_random_states_of_missing_ranks_are_dropped(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.callbacks.exact_resume.rank_zero_info", said.append)
     path = tmp_path / "two.ckpt"
@@ -337,8 +337,8 @@ def test_the_random_states_of_ranks_that_are_gone_are_dropped(tmp_path, monkeypa
     assert losses[0] == losses[1] == fit("plain loader, turbo", limit_val_batches=0)[1].losses[BATCHES:]
 
 
-def test_the_random_states_of_new_ranks_follow_from_those_of_rank_0_and_their_number(tmp_path, monkeypatch):
-    """A second rank of a run that had one: the seed of its own process makes no difference."""
+def test_the_random_states_of_new_ranks_are_derived_from_rank_0(tmp_path, monkeypatch):
+    """A second rank of a run that had one rank: the seed of its own process has no effect."""
     said, places = [], "lightning_turbo.callbacks."
     path = tmp_path / "one.ckpt"
     fit("plain loader, turbo", max_epochs=1, limit_val_batches=0)[0].save_checkpoint(path)
@@ -362,7 +362,7 @@ def test_one_callback_is_enough():
 
 
 class AgainSize(BatchSizeFinder):
-    """Searches when an epoch starts, a later one too."""
+    """Runs the finder at the start of each epoch."""
 
     def on_fit_start(self, *args):
         pass
@@ -390,8 +390,8 @@ class AgainRate(LearningRateFinder):
 ], ids=["batch size later", "learning rate later", "batch size", "batch size by halves", "learning rate"])  # fmt: skip
 @pytest.mark.parametrize("limit", [0, 1.0], ids=["", "with validation"])
 @pytest.mark.filterwarnings("ignore:.*")
-def test_a_search_is_left_to_lightning(search, limit):
-    """What Lightning saves at its beginning and restores at its end is no checkpoint that the run goes on from."""
+def test_checkpoints_of_the_batch_size_finder_and_lr_finder_are_left_to_lightning(search, limit):
+    """The file that Lightning saves before a search and restores after it is not a checkpoint to resume from."""
 
     class Sized(pl.LightningDataModule):
         batch_size = 2
@@ -399,7 +399,7 @@ def test_a_search_is_left_to_lightning(search, limit):
         def train_dataloader(self):
             return DataLoader(SAMPLES, batch_size=self.batch_size, shuffle=True)
 
-        def val_dataloader(self):  # Lightning 2.5.0 asks for it
+        def val_dataloader(self):  # Lightning 2.5.0 calls it
             return DataLoader(SAMPLES)
 
     runs = []
@@ -428,8 +428,8 @@ ROWS = Rows(2 * BATCHES, functools.partial(torch.full, (4,), dtype=torch.float32
 
 
 @pytest.mark.parametrize("batches", [6, 8, 12])
-def test_worker_processes_that_stay_have_their_seed_already(batches, tmp_path):
-    """A new process draws that seed again, between the checkpoint and the next order."""
+def test_persistent_workers_keep_their_seed_after_a_resume(batches, tmp_path):
+    """A new process draws the seed again, between the checkpoint and the next order."""
 
     def run(*callbacks, ckpt=None):
         pl.seed_everything(0 if ckpt is None else 1, verbose=False)
@@ -452,15 +452,15 @@ QUICK = ["O0-sgd-bfloat16", "O1-adamw_fused-float16", "O2-adam-bfloat16", "O2-sg
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in ALL]
 )
-def test_another_trainer_resumes_bit_for_bit(case, tmp_path):
+def test_a_new_trainer_resumes_bit_for_bit(case, tmp_path):
     check_resumed(case, run_all(case, tmp_path))
 
 
-# A checkpoint in the middle of an accumulation window holds no gradients of it, and the run that goes on says so.
+# A checkpoint in the middle of an accumulation window holds no gradients, and the resumed run warns about it.
 
 
 class Halving(pl.LightningModule):
-    """A batch may have an infinite loss or none; the rate is halved at each step."""
+    """A batch may have an infinite loss or none. The learning rate is halved at each step."""
 
     def __init__(self, poison, empty):
         super().__init__()
@@ -494,7 +494,7 @@ def fit_halving(plugin, *callbacks, ckpt=None, poison=(), empty=(), **flags):
 @pytest.mark.parametrize(("level", "exact"), [
     (None, True), ("O1", True), ("O1", False), ("O2", False), ("O3", False),
 ])  # fmt: skip
-def test_the_window_begins_again_with_the_batches_that_are_left(level, exact, tmp_path):
+def test_an_accumulation_window_restarts_with_the_remaining_batches(level, exact, tmp_path):
     path, flags = tmp_path / "window.ckpt", {"accumulate_grad_batches": 4}
     ours = [ExactAccumulation()] if exact else []
     fit_halving(level and ApexAMP(level), *ours, Save(path, 2), **flags)
@@ -505,7 +505,7 @@ def test_the_window_begins_again_with_the_batches_that_are_left(level, exact, tm
 
 
 class Saves(ModelCheckpoint):
-    """Notes after how many batches it saves."""
+    """Records after how many batches it saves."""
 
     def __init__(self, folder):
         super().__init__(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -517,7 +517,7 @@ class Saves(ModelCheckpoint):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_run_that_goes_on_saves_as_one_that_was_not_stopped(tmp_path):
+def test_a_resumed_run_saves_checkpoints_at_the_same_batches(tmp_path):
     flags = {"accumulate_grad_batches": 2, "enable_checkpointing": True}
     whole, rest = Saves(tmp_path / "whole"), Saves(tmp_path / "rest")
     fit_halving(None, ExactResume(), whole, **flags)
@@ -527,7 +527,7 @@ def test_a_run_that_goes_on_saves_as_one_that_was_not_stopped(tmp_path):
 
 
 @pytest.mark.parametrize(("saved", "batches", "now", "said"), [(4, 2, 2, "2 of 4"), (2, 2, 4, None)])
-def test_a_window_is_counted_by_the_length_that_it_had(saved, batches, now, said, tmp_path):
+def test_an_accumulation_window_is_counted_by_the_length_at_the_save(saved, batches, now, said, tmp_path):
     fit_halving(None, ExactResume(), Save(tmp_path / "c", batches), accumulate_grad_batches=saved)
     with pytest.warns(TurboWarning, match=f"saved after {said} batches") if said else contextlib.nullcontext():
         fit_halving(ApexAMP("O1"), ExactResume(), ckpt=tmp_path / "c", accumulate_grad_batches=now)
@@ -536,7 +536,7 @@ def test_a_window_is_counted_by_the_length_that_it_had(saved, batches, now, said
 @pytest.mark.parametrize(("callbacks", "level"), [
     ([ExactResume], None), ([ExactResume, ExactAccumulation], None), ([ExactResume, ExactAccumulation], "O1"),
 ])  # fmt: skip
-def test_an_open_window_is_said_once(callbacks, level, tmp_path, recwarn):
+def test_a_checkpoint_within_an_accumulation_window_warns_once(callbacks, level, tmp_path, recwarn):
     for path in (None, tmp_path / "c"):
         saves = [] if path else [Save(tmp_path / "c", 2)]
         ours = [kind() for kind in callbacks] + saves
@@ -545,7 +545,7 @@ def test_an_open_window_is_said_once(callbacks, level, tmp_path, recwarn):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_checkpoint_of_a_finished_step_goes_on_exactly(level, tmp_path):
+def test_a_checkpoint_after_a_finished_step_resumes_exactly(level, tmp_path):
     path, settings = tmp_path / "step.ckpt", {"accumulate_grad_batches": 2, "poison": [1]}
     whole = fit_halving(ApexAMP(level, dtype=torch.float16), Save(path, 4), **settings)
     resumed = fit_halving(ApexAMP(level, dtype=torch.float16), ckpt=path, **settings)
@@ -554,7 +554,7 @@ def test_a_checkpoint_of_a_finished_step_goes_on_exactly(level, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_batch_without_a_loss_after_a_skipped_step_is_no_skipped_step(tmp_path):
+def test_a_batch_without_a_loss_after_a_skipped_step_is_not_a_skipped_step(tmp_path):
     path, settings = tmp_path / "c", {"poison": [1], "empty": [2]}
     whole = fit_halving(ApexAMP("O2", dtype=torch.float16), Save(path, 2), **settings)
     resumed = fit_halving(ApexAMP("O2", dtype=torch.float16), ckpt=path, **settings)

@@ -1,4 +1,4 @@
-"""Trainers of random settings, stopped and resumed several times, beside one that never stopped."""
+"""Runs with random settings, stopped and resumed several times, compared with uninterrupted ones."""
 
 import multiprocessing
 import os
@@ -32,9 +32,9 @@ from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
 pytestmark = [
-    # What Lightning, torch and this package say of settings that nobody would choose.
+    # Warnings of Lightning, torch and this package about unusual settings.
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning 2.6 finishes a validation that broke off"),
+    pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning 2.6 finishes an interrupted validation"),
 ]
 LENGTH = 23
 
@@ -43,7 +43,7 @@ class Stop(Exception):
     """Ends a run."""
 
 
-# What the samples are, and in which order they come.
+# Datasets and orders.
 
 
 def row(index):
@@ -51,19 +51,19 @@ def row(index):
 
 
 def noisy(index):
-    """A row that is altered by an augmentation."""
+    """Return a row with a random augmentation."""
     return torch.full((4,), index / 10) + torch.rand(4), index
 
 
 class Streamed(IterableDataset):
-    """Rows as a stream, dealt to worker processes."""
+    """Rows as a stream that is divided among worker processes."""
 
     def __iter__(self):
         return map(row, Stream(LENGTH))
 
 
 class WithPlace(IterableDataset):
-    """Rows as a stream that keeps its place."""
+    """Rows as a stateful stream."""
 
     def __init__(self):
         self.at, self.loaded = 0, False
@@ -103,7 +103,7 @@ TRAIN = {
     ),
     "arrays": lambda make, data, own: make(arrays(), shuffle=True, generator=own()),
     "stream": lambda make, data, own: make(Streamed()),
-    "stream with its place": lambda make, data, own: make(WithPlace()),
+    "stateful stream": lambda make, data, own: make(WithPlace()),
     "two": lambda make, data, own: [make(data, shuffle=True, generator=own()), make(arrays(), shuffle=True)],
     "cycled": lambda make, data, own: CombinedLoader(
         {"a": make(data, shuffle=True), "b": make(Rows(9, row), shuffle=True, generator=own())}, "max_size_cycle"
@@ -145,7 +145,7 @@ OPTIMIZERS = {
 
 
 class Net(LightningModule):
-    """Writes down each step and validation, in its checkpoints too."""
+    """Records each step and validation, also in its checkpoints."""
 
     def __init__(self, optimizer, scheduler):
         super().__init__()
@@ -193,7 +193,7 @@ class Net(LightningModule):
         self.trained, self.validated = checkpoint["seen"]
 
 
-# How a run is stopped.
+# Ways to stop a run.
 
 HOOKS = [
     "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end",
@@ -202,7 +202,7 @@ HOOKS = [
 
 
 class Stops(Callback):
-    """Stops a run when a hook is called so often, and no accumulation window is open."""
+    """Stops a run after a given number of calls of a hook, if no accumulation window is open."""
 
     def __init__(self, hook, calls, act):
         self.left, self.act, self.acted = calls, act, False
@@ -230,7 +230,7 @@ class SaveOnException(Callback):
 
 
 def validates_in_windows(trainer):
-    """Whether validations may come before an accumulation window ends."""
+    """Return whether a validation may run before an accumulation window ends."""
     has_windows = trainer["accumulate_grad_batches"] > 1 or "schedule" in trainer
     return has_windows and trainer["val_check_interval"] != 1.0
 
@@ -240,9 +240,9 @@ def raise_stop(trainer):
 
 
 def stopping(draw, drew, folder):
-    """Return callbacks that stop a run at a random moment in a random way."""
+    """Return callbacks that stop a run at a random moment and in a random way."""
     way = draw.choice(["save", "error", "signal", "files"])
-    # A step that broke off in its middle is made again, with other random numbers.
+    # A step that was interrupted is repeated with other random numbers.
     within = [] if way in ("save", "error") else ["on_before_backward"]
     hook = draw.choice(HOOKS + within)
     calls = draw.randint(1, 3 if "epoch" in hook else 12 if "train" in hook else 6)
@@ -270,7 +270,7 @@ def stopping(draw, drew, folder):
 
 
 def drawn(draw):
-    """Return the settings of all lives of a run: those of its loaders, its network, its Trainer."""
+    """Return the settings of all attempts of a run: those of its loaders, its network and its Trainer."""
     name = draw.choice(list(TRAIN))
     streams = "stream" in name
     workers = draw.choice([0, 0, 0, 0, 1, 2])
@@ -311,7 +311,7 @@ def drawn(draw):
 
 
 def run(drew, seed, folder, callbacks=(), path=None):
-    """Run one life, to its end or until it is stopped; return the Trainer and whether it came to its end."""
+    """Run one attempt to its end or until it is stopped. Return the Trainer and whether it reached the end."""
 
     class Data(PrefetchDataModule if drew["route"] == "datamodule" else LightningDataModule):
         def train_dataloader(self):
@@ -345,10 +345,10 @@ def run(drew, seed, folder, callbacks=(), path=None):
 
 
 def state(trainer):
-    """All that two runs have in common at their end."""
+    """Return everything that must be equal at the end of two runs."""
     model = trainer.lightning_module
     return {
-        "trained": {at: repr(each) for at, each in model.trained.items()},  # as texts, where nan is nan
+        "trained": {at: repr(each) for at, each in model.trained.items()},  # as strings, so that nan equals nan
         "validated": {at: repr(each) for at, each in model.validated.items()},
         "module": model.state_dict(),
         "optimizer": trainer.optimizers[0].state_dict(),
@@ -358,7 +358,7 @@ def state(trainer):
 
 
 def trial(number, folder, monkeypatch):
-    """Compare a run of random settings with one that is stopped up to four times; return how often it was."""
+    """Compare a run with random settings with one that is stopped up to four times, and return the number of stops."""
     draw = random.Random(number)
     drew = drawn(draw)
     if draw.random() < 0.5:
@@ -389,13 +389,13 @@ def trial(number, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("first", range(0, 12, 6))
-def test_runs_that_are_stopped_several_times(first, tmp_path, monkeypatch):
+def test_random_runs_stopped_several_times_equal_uninterrupted_ones(first, tmp_path, monkeypatch):
     assert sum(trial(number, tmp_path / str(number), monkeypatch) for number in range(first, first + 6)) >= 6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(100, 1000, 30))
-def test_nine_hundred_runs_that_are_stopped_several_times(first, tmp_path, monkeypatch):
+def test_nine_hundred_random_runs_stopped_several_times_equal_uninterrupted_ones(first, tmp_path, monkeypatch):
     stops = sum(trial(number, tmp_path / str(number), monkeypatch) for number in range(first, first + 30))
     assert stops >= 15, "runs are compared that hardly stop; the draws give about one stop per run"

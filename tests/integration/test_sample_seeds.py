@@ -1,4 +1,4 @@
-"""The same samples, augmentation included, whatever loads them: processes, threads and ranks."""
+"""Processes, threads and ranks load the same samples with the same augmentation."""
 
 import itertools
 import random
@@ -81,7 +81,7 @@ def load(length, epochs=EPOCHS, **settings):
 
 
 def load_on_rank(folder, settings):
-    """Load on a rank in all these ways, and leave the rows as files."""
+    """Load on a rank with each of the settings, and save the rows."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     for number, each in enumerate(settings):

@@ -16,7 +16,7 @@ SMALL = ["--patch", "8x8x8", "--batch", "4", "--width", "2", "--scans", "3", "--
 
 
 @pytest.mark.parametrize("row", example.ROWS)
-def test_it_trains_and_goes_on(tmp_path, capsys, row):
+def test_the_segmentation_example_trains_and_resumes(tmp_path, capsys, row):
     words = [*SMALL, "--out", str(tmp_path), "--row", row]
     assert example.main([*words, "--epochs", "1", "--json"]) == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -30,7 +30,7 @@ def test_it_trains_and_goes_on(tmp_path, capsys, row):
     assert packed[0][0].shape[0] == 2  # two modalities
 
 
-def test_it_takes_a_folder_of_nnunet(tmp_path, capsys):
+def test_the_segmentation_example_accepts_an_nnunet_folder(tmp_path, capsys):
     write_scans(tmp_path / "made", 3, (12, 13, 14))
     for case in (tmp_path / "made").iterdir():
         for end, name in (("t1n", "imagesTr/{}_0000"), ("t2w", "imagesTr/{}_0001"), ("seg", "labelsTr/{}")):

@@ -10,7 +10,7 @@ from examples.speedrun import __main__ as speedrun
 
 @pytest.fixture
 def volumes(tmp_path, monkeypatch):
-    """A folder with a few cubes, whose class is their brightness."""
+    """A folder with a few cubes. The brightness of a cube is its class."""
     half = torch.arange(60)[:, None, None].expand(60, 60, 60) > 29
     volume = half + 0.1 * torch.randn(60, 60, 60, generator=torch.Generator().manual_seed(0))
     corners = torch.randint(32, (40, 3), generator=torch.Generator().manual_seed(0)).numpy()
@@ -22,7 +22,7 @@ def volumes(tmp_path, monkeypatch):
     return tmp_path / "volumes"
 
 
-def test_all_rows_see_the_same_batches_in_each_epoch(volumes):
+def test_all_speedrun_rows_see_the_same_batches_in_each_epoch(volumes):
     seen = {}
     for row in speedrun.ROWS:
         train, val = speedrun.loaders(row, volumes, seed=3)

@@ -1,4 +1,4 @@
-"""``lightning-turbo tune`` on real scripts: each candidate in this process, and the whole command once."""
+"""``lightning-turbo tune`` on real scripts: each candidate in this process, and the complete command once."""
 
 import dataclasses
 import io
@@ -74,7 +74,7 @@ if __name__ == "__main__":  # worker processes that are not forked read this fil
 """
 TABLE = {each.name: each for each in list_candidates(2)}
 ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch", "cudnn-benchmark", "tf32")]
-PLAIN = []  # the losses of the script as it is, once they are known
+PLAIN = []  # the losses of the unchanged script, once they are known
 UNTRIED = {"compile", "pack", "augment-batches", "persistent-workers", "pin-memory"} | (
     set() if KNOWS_WEIGHTS_ONLY else {"lean"}
 )
@@ -91,7 +91,7 @@ def script(tmp_path):
 
 
 class Ended(BaseException):
-    """In place of the end of this process."""
+    """Raised instead of ending this process."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def _stays_alive(monkeypatch):
 
 
 def run(program, *names, mode="step", steps=20, warmup=4, module=False, arguments=("--rate", "1"), batch_size=0):
-    """Run a script in this process for so many steps."""
+    """Run a script in this process for a given number of steps."""
     asked = []
     orders = iter([{"order": "round", "lead": warmup, "steps": steps - warmup}, {"order": "border"}, {"order": "end"}])
     timer = RoundTimer(lambda event: asked.append(event) or next(orders), warmup=warmup)
@@ -114,7 +114,7 @@ def run(program, *names, mode="step", steps=20, warmup=4, module=False, argument
     outcomes = []
 
     def report(find):
-        if not outcomes:  # the second one is told of Ended
+        if not outcomes:  # the second call reports Ended
             try:
                 outcomes.append(find())
             except Exception as error:
@@ -127,22 +127,24 @@ def run(program, *names, mode="step", steps=20, warmup=4, module=False, argument
 
 
 @pytest.mark.parametrize("mode", ["step", "one batch", "loader"])
-def test_a_script_runs_for_some_steps_and_leaves_nothing_behind(script, mode, tmp_path):
+def test_a_measured_script_runs_for_some_steps_and_leaves_nothing_behind(script, mode, tmp_path):
     found, asked = run(script(), mode=mode)
     assert [event["event"] for event in asked] == ["ready", "round", "border"]
     left = {path.name for path in tmp_path.iterdir()} - {"written"}
     assert left == {"train.py", "validated"}, "no checkpoint, log, or end"
-    assert len(found["losses"]) == {"step": 22, "one batch": 22, "loader": 0}[mode], "two borders, with one batch each"
+    assert len(found["losses"]) == {"step": 22, "one batch": 22, "loader": 0}[mode], (
+        "two boundaries, with one batch each"
+    )
     if mode == "one batch":
-        assert found["losses"][-1] < 0.8 * found["losses"][0], "it is learned by heart"
+        assert found["losses"][-1] < 0.8 * found["losses"][0], "it overfits"
     facts = found["facts"]
     assert (facts["device"], facts["num_workers"], facts["batches"]) == ("cpu", 0, 8)
     assert set(facts["lacks"]) <= {"cuda", "compiler", "huge pages", "Lightning 2.6", "new workers"}
 
 
-def test_a_whole_epoch_validates_as_the_script_does_and_ends_there(script, tmp_path):
+def test_a_measured_epoch_validates_as_the_script_does(script, tmp_path):
     found, asked = run(script(max_steps=100), mode="epoch")
-    assert asked == [{"event": "ready"}], "behind its first batch"
+    assert asked == [{"event": "ready"}], "after its first batch"
     assert 0.0 < found["steps_seconds"] < found["seconds"]
     assert set(found["metrics"]) == {"train_loss", "val_loss"}
     left = {path.name for path in tmp_path.iterdir()} - {"written"}
@@ -150,7 +152,7 @@ def test_a_whole_epoch_validates_as_the_script_does_and_ends_there(script, tmp_p
 
 
 @pytest.mark.parametrize(("size", "batches"), [(0, 8), (16, 2), (20, 2)])
-def test_a_script_runs_with_batches_of_another_size(script, size, batches):
+def test_a_script_runs_with_another_batch_size(script, size, batches):
     found, _ = run(script(), batch_size=size)
     assert found["facts"]["batches"] == batches
     assert found["batches"] == {"size": size or 4, "drop_last": False, "samples": 32, "optimizers": ["Adam"]}
@@ -159,7 +161,7 @@ def test_a_script_runs_with_batches_of_another_size(script, size, batches):
 
 
 @pytest.mark.parametrize("name", [name for name in ON_CPU if name not in UNTRIED])
-def test_each_candidate_does_to_the_losses_what_the_table_says(script, name):
+def test_each_candidate_changes_the_losses_as_the_table_says(script, name):
     if not PLAIN:
         PLAIN.extend(run(script())[0]["losses"])
     plain = PLAIN
@@ -194,7 +196,7 @@ RANDOM = (
 )
 
 
-def test_the_random_part_is_moved_behind_the_collate(script):
+def test_random_transforms_are_moved_after_the_collate_function(script):
     pytest.importorskip("monai")
     program = script(with_monai(RANDOM))
     plain, _ = run(program)
@@ -214,7 +216,7 @@ def test_the_random_part_is_moved_behind_the_collate(script):
 
 
 @pytest.mark.parametrize("data", ['Dataset(items, m.Compose([m.EnsureTyped("x")]))', "items"])
-def test_in_a_whole_epoch_the_random_part_of_the_training_data_is_moved(script, data):
+def test_random_transforms_are_moved_in_a_measured_epoch(script, data):
     pytest.importorskip("monai")
     text = with_monai(RANDOM, f"validation = DataLoader({data}, 4)").replace("loader, loader", "loader, validation")
     text = text.replace("self.trainer.estimated_stepping_batches", "8")  # which would load training data first
@@ -227,7 +229,7 @@ def test_in_a_whole_epoch_the_random_part_of_the_training_data_is_moved(script, 
     ('m.Lambdad("x", lambda x: x + torch.rand(1))', "its samples draw random numbers; pack what comes before"),
     ('m.Lambdad("y", lambda y: torch.tensor(y).bfloat16())', r"its samples cannot be packed: TypeError\('y: expected"),
 ])  # fmt: skip
-def test_packing_is_timed_without_what_is_random(script, steps, words):
+def test_packing_is_timed_without_random_transforms(script, steps, words):
     pytest.importorskip("monai")
     facts = run(script(with_monai(steps), num_sanity_val_steps=0), mode="loader")[0]["facts"]
     assert re.match(words, facts["packing"])
@@ -241,14 +243,14 @@ def test_packing_is_timed_without_what_is_random(script, steps, words):
     ("import sys\nsys.exit('no data')", {}, "it made no Trainer, and ended with exit status 1: its log says why"),
     ("import lightning.pytorch as pl\npl.Trainer(logger=False, accelerator='cpu')", {}, "its Trainer ended before"),
 ])  # fmt: skip
-def test_a_script_that_cannot_be_run_so_says_why(script, text, arguments, reason):
+def test_a_script_that_cannot_run_a_candidate_says_why(script, text, arguments, reason):
     with pytest.raises(SkippedError, match=reason):
         run(script(text, **arguments))
 
 
-# What torch says of a CPU on which memory is over.
+# The error of torch on a CPU without enough memory.
 TOO_LARGE = "import torch\ntorch.empty(2**50)"
-# What a callback says of a network through which torch.fx finds no way.
+# The error of a callback for a network that torch.fx cannot trace.
 UNTRACED = "import torch.fx.proxy\nraise ValueError('a page\\n' * 60) from torch.fx.proxy.TraceError('its words')"
 UNTRACEABLE = "import torch._dynamo\nraise torch._dynamo.exc.Unsupported('a page\\n' * 60)"
 
@@ -260,12 +262,12 @@ UNTRACEABLE = "import torch._dynamo\nraise torch._dynamo.exc.Unsupported('a page
     (UNTRACED, "skipped", "torch cannot trace this network; the log has its words."),
     (UNTRACEABLE, "skipped", "torch cannot trace this network; the log has its words."),
 ])  # fmt: skip
-def test_a_failure_is_told_in_one_line_once(script, text, event, reason, capfd):
-    told, program = io.StringIO(), script(text)
+def test_a_failure_of_a_measured_script_is_reported_in_one_line(script, text, event, reason, capfd):
+    written, program = io.StringIO(), script(text)
     task = {"program": str(program), "module": False, "arguments": [], "mode": "step", "folder": "written"}
     timer = RoundTimer(dict)
-    measure_program(task, timer, lambda find: serve(Channel(io.StringIO(), told), timer, find))
-    said = json.loads(told.getvalue())
+    measure_program(task, timer, lambda find: serve(Channel(io.StringIO(), written), timer, find))
+    said = json.loads(written.getvalue())
     assert said["event"] == event
     assert re.fullmatch(reason, said["reason"])
     assert len(said["reason"]) <= 200
@@ -283,7 +285,7 @@ Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=Fals
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["devices=1", "devices=2, strategy='ddp'"])
-def test_two_ranks_are_measured_in_turns_as_one_process_is(script, strategy, tmp_path):
+def test_two_ranks_are_measured_in_interleaved_rounds(script, strategy, tmp_path):
     settings = TuneSettings(program=str(script(RANKS.replace("STRATEGY", strategy))), ranks=2, out=tmp_path)
     table = {each.name: each for each in list_rank_candidates(2, 2)}
     interrupt = Interrupt()
@@ -316,7 +318,7 @@ def test_a_package_with_a_command_line_runs_and_its_configuration_is_not_saved(t
     (tmp_path / "own.yaml").write_text("trainer: {accelerator: cpu, max_steps: 2}")
     (tmp_path / "program_of_mine.py").write_text(PROGRAM)
     found, _ = run("program_of_mine", TURBO_CANDIDATE, module=True, arguments=["fit", "--config", "own.yaml"])
-    assert len(found["losses"]) == 20 + 18, "every second batch is the first one after a border"
+    assert len(found["losses"]) == 20 + 18, "every second batch is the first one after a boundary"
     assert "own strategy" in found["facts"]["lacks"]
     assert {path.name for path in tmp_path.iterdir()} <= {"own.yaml", "program_of_mine.py", "__pycache__", "written"}
 
@@ -335,7 +337,7 @@ COMBINATIONS = [
     ("bf16-mixed", "prefetch", "huge-pages"),
 ]
 IO = TorchCheckpointIO()
-# What a script or a configuration may have named already.
+# What a script or a configuration may already specify.
 NAMED = {"precision": 32, "strategy": "auto", "max_steps": 3}
 
 
@@ -348,7 +350,7 @@ def check(trainer, names):
 
 @pytest.mark.parametrize("plugins", [None, IO, [IO]], ids=["none", "one", "list"])
 @pytest.mark.parametrize("names", COMBINATIONS, ids=" ".join)
-def test_the_script_that_is_written_runs_whatever_the_trainer_names(names, plugins, tmp_path):
+def test_the_written_script_runs_with_any_arguments_of_the_trainer(names, plugins, tmp_path):
     text = script_text(combine(TABLE[name] for name in names), "1.40 times as fast", ["python", "train.py"])
     (tmp_path / "turbo.py").write_text(text)
     assert text.count("\n") <= 24
@@ -362,7 +364,7 @@ def test_the_script_that_is_written_runs_whatever_the_trainer_names(names, plugi
 
 
 @pytest.mark.parametrize("names", COMBINATIONS, ids=" ".join)
-def test_the_configuration_that_is_written_runs_whatever_the_first_one_names(names, tmp_path, monkeypatch):
+def test_the_written_configuration_runs_with_any_settings_of_the_original(names, tmp_path, monkeypatch):
     cli = pytest.importorskip("lightning.pytorch.cli")
     settings = combine(TABLE[name] for name in names)
     (tmp_path / "turbo.yaml").write_text(yaml_text(settings, "1.40 times as fast", ["python", "-m", "pkg"]))
@@ -379,7 +381,7 @@ def test_the_configuration_that_is_written_runs_whatever_the_first_one_names(nam
     (("bucket-view", "static-graph"), "TurboDDPStrategy", {"gradient_as_bucket_view": True, "static_graph": True}),
     (("host-signals", "bucket-view"), "TurboDDPStrategy", {"gradient_as_bucket_view": True, "static_graph": False}),
 ])  # fmt: skip
-def test_what_is_written_for_ranks_makes_a_trainer_with_them(names, strategy, arguments, tmp_path, monkeypatch):
+def test_the_written_script_for_ranks_creates_a_trainer_with_them(names, strategy, arguments, tmp_path, monkeypatch):
     table = {each.name: each for each in list_rank_candidates(2, 2)}
     settings = combine(table[name] for name in names)
     (tmp_path / "turbo.py").write_text(script_text(settings, "1.40 times as fast", ["python", "train.py"]))
@@ -394,7 +396,7 @@ def test_what_is_written_for_ranks_makes_a_trainer_with_them(names, strategy, ar
         assert {**trainer.strategy._ddp_kwargs, **arguments} == trainer.strategy._ddp_kwargs
 
 
-def test_the_command_finds_and_writes(script, tmp_path, capsys):
+def test_the_tune_command_finds_and_writes_an_answer(script, tmp_path, capsys):
     script()
     options = ["--minutes", "0.05", "--only", "release-gradients", "--out", "out", "train.py", "--rate", "1"]
     assert main(["tune", *options]) == 0
@@ -421,7 +423,7 @@ def test_the_command_finds_and_writes(script, tmp_path, capsys):
     (["--device", "tpu", "train.py"], "device='tpu': expected 'auto', 'cpu' or 'cuda'"),
     (["--out", "train.py", "train.py"], "out='train.py': Not a directory; expected a folder that can be made"),
 ])  # fmt: skip
-def test_the_command_refuses_what_it_cannot_do(script, arguments, message, capsys):
+def test_invalid_command_line_arguments_are_refused(script, arguments, message, capsys):
     script()
     assert main(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -440,7 +442,7 @@ def test_each_example_finds_its_answer_in_three_minutes(example, tmp_path):
     assert ANSWERS[example].differs(results) == "", results["candidates"]
 
 
-def test_an_answer_tells_how_results_differ_from_it():
+def test_an_answer_shows_how_results_differ_from_it():
     rows = [{"name": "fused", "why": "kept"}, {"name": "no-bias", "why": "no gain"}]
     results = {"chosen": {"settings": ["fused"]}, "candidates": rows}
     assert Answer(("fused",), ("no-*",), {"no-bias": "no gain"}).differs(results) == ""

@@ -1,4 +1,4 @@
-"""Optimizers that move weights outside of their step, step twice, share parameters or get more of them, at O0-O3."""
+"""Optimizers that change weights outside of step, step twice, share parameters or get more of them, at O0 to O3."""
 
 import pytest
 import torch
@@ -79,14 +79,14 @@ class SharpnessAwareInOneStep(Regression):
     (SharpnessAware, "O1", {"loss_scale": 8.0}, 0.005), (SharpnessAware, "O2", {}, 0.005),
     (SharpnessAware, "O3", {}, 0.02), (SharpnessAwareInOneStep, "O2", {}, 0.005),
 ])  # fmt: skip
-def test_the_second_pass_of_sam_sees_the_first_ones_step(kind, level, settings, limit):
+def test_the_second_pass_of_sam_sees_the_weights_of_its_first_step(kind, level, settings, limit):
     ours, plain = fit(kind(), ApexAMP(level, **HALF, **settings)), fit(kind())
     assert ours.losses == pytest.approx(plain.losses, rel=0.02)
     assert apart(ours, plain, type(plain)()) < limit
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_sam_is_refused_where_a_loss_scale_would_not_follow_it(level):
+def test_sam_is_refused_with_a_dynamic_loss_scale(level):
     with pytest.raises(MisconfigurationException, match="once per step, got Sam, whose further passes"):
         fit(SharpnessAwareInOneStep(), ApexAMP(level, **HALF, loss_scale=8.0))
     said = r"expected a fixed loss scale for Sam.*Pass dtype=torch.bfloat16"
@@ -95,7 +95,7 @@ def test_sam_is_refused_where_a_loss_scale_would_not_follow_it(level):
 
 
 class SharedTrunk(Regression):
-    """Two optimizers that hold the same trunk; both step after both passes."""
+    """Two optimizers that share the parameters of a trunk. Both step after both backward passes."""
 
     automatic_optimization = False
 
@@ -127,12 +127,12 @@ class SharedTrunk(Regression):
 
 
 @pytest.mark.parametrize(("level", "scale"), [("O1", 128.0), ("O2", 1.0), ("O2", 128.0), ("O3", 128.0)])
-def test_optimizers_that_share_parameters(level, scale):
+def test_optimizers_that_share_parameters_train_as_in_float32(level, scale):
     ours, plain = fit(SharedTrunk(), ApexAMP(level, **HALF, loss_scale=scale)), fit(SharedTrunk())
     assert apart(ours, plain, type(plain)()) < (0.02 if level == "O3" else 0.005)
 
 
-def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_holds_them():
+def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_has_them():
     class Overflowing(SharedTrunk):
         def both(self, batch):
             up, down = super().both(batch)
@@ -143,7 +143,7 @@ def test_an_overflow_of_shared_gradients_skips_every_optimizer_that_holds_them()
 
 
 class Adversaries(Regression):
-    """The generator's loss overflows in the second batch; nothing keeps its gradients out of the critic."""
+    """The generator's loss overflows in the second batch. Its gradients reach the critic too."""
 
     automatic_optimization = False
 
@@ -175,7 +175,7 @@ class Adversaries(Regression):
 
 
 @pytest.mark.parametrize(("level", "steps", "to_none"), [("O1", 1, True), ("O1", 2, False), ("O2", 2, True)])
-def test_an_overflow_skips_the_steps_with_its_gradients_and_no_other(level, steps, to_none):
+def test_an_overflow_skips_only_the_steps_that_use_its_gradients(level, steps, to_none):
     plugin = ApexAMP(level, dtype=torch.float16, scaler=ApexGradScaler(max_scale=1024.0))
     module = fit(Adversaries(steps, to_none), plugin, max_epochs=1)
     assert module.moved == [True, True, True, False, True, True, True, True]
@@ -210,7 +210,7 @@ class ByHand(Regression):
 
 
 class Growing(ByHand):
-    """Gives its optimizer the second layer after an epoch, by the wrapper that a training step sees."""
+    """Adds the second layer to its optimizer after an epoch, through the LightningOptimizer of the training step."""
 
     def chosen(self, index):
         if self.current_epoch == 1 and index == 0:
@@ -222,7 +222,7 @@ class Growing(ByHand):
 
 
 class Replacing(Regression):
-    """Makes its optimizer anew in the second epoch."""
+    """Creates its optimizer again in the second epoch."""
 
     def __init__(self, by_strategy=False):
         super().__init__()
@@ -244,13 +244,13 @@ class ReplacingByHand(Replacing, ByHand):
     ("O1", torch.float16, True, Replacing), ("O1", torch.float16, False, ReplacingByHand),
     ("O2", torch.float16, False, Replacing), ("O2", torch.bfloat16, True, ReplacingByHand),
 ])  # fmt: skip
-def test_an_optimizer_made_anew_goes_on_training(level, dtype, by_strategy, kind):
+def test_an_optimizer_recreated_during_training_continues(level, dtype, by_strategy, kind):
     ours = fit(kind(by_strategy), low_scale(level, dtype))
     assert apart(ours, fit(kind(by_strategy)), kind()) < 0.06
 
 
 class Own(ByHand):
-    """Steps an optimizer that Lightning was not given."""
+    """Steps an optimizer that Lightning does not know."""
 
     def on_train_start(self):
         self.own = SGD(self.parameters(), lr=0.02)
@@ -263,7 +263,7 @@ class Own(ByHand):
 
 
 class Past(ByHand):
-    """Steps past Lightning."""
+    """Steps the optimizer directly, without Lightning."""
 
     def chosen(self, index):
         return self.optimizers(use_pl_optimizer=False)
@@ -272,13 +272,13 @@ class Past(ByHand):
 @NO_OPTIMIZER
 @pytest.mark.parametrize("level", ["O1", "O3"])
 @pytest.mark.parametrize("kind", [Wrapped, Growing, Own, Past])
-def test_optimizers_that_go_ways_of_their_own(kind, level):
+def test_optimizers_that_lightning_does_not_step(kind, level):
     assert apart(fit(kind(), ApexAMP(level, **HALF)), fit(kind()), kind()) < 0.06
 
 
 @NO_OPTIMIZER
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_that_nobody_would_unscale_are_refused(level):
+def test_gradients_that_would_stay_scaled_are_refused(level):
     said = r"expected optimizers from configure_optimizers.*or pass loss_scale=1.0"
     with pytest.raises(MisconfigurationException, match=said):
         fit(Own(), ApexAMP(level, dtype=torch.float16))
@@ -295,7 +295,7 @@ def test_a_window_whose_last_batch_has_no_loss_steps_with_the_others(level, dtyp
     assert apart(fit(Skipping(), plugin, **flags), fit(Skipping(), **flags), Skipping()) < 0.06
 
 
-def test_O0_leaves_float64_to_a_network_of_float64():
+def test_O0_keeps_a_float64_network_in_float64():
     class Double(Regression):
         def __init__(self):
             super().__init__()

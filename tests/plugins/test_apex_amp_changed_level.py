@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_turbo import ApexAMP, PrefetchLoader
-from tests.integration.noting import Save
+from tests.integration.recording import Save
 from tests.trainers import quiet_trainer
 
 HALF, BRAIN = torch.float16, torch.bfloat16

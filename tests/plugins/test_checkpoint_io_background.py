@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import AtomicCheckpointIO, ExactResume
 from lightning_turbo._host_copy import HostCopier
-from tests.integration.noting import Noting, Numbers, gives
+from tests.integration.recording import Numbers, RecordingModel, gives
 from tests.integration.resuming import assert_same
 from tests.ranks import end, start
 from tests.trainers import quiet_trainer
@@ -34,7 +34,7 @@ def train(folder, background, callbacks=(), **settings):
         max_epochs=2, callbacks=[*saves, *callbacks], plugins=[AtomicCheckpointIO(background=background)],
         enable_checkpointing=True, **settings,
     )  # fmt: skip
-    trainer.fit(Noting(), gives(DataLoader(Numbers(12), batch_size=2, shuffle=True)))
+    trainer.fit(RecordingModel(), gives(DataLoader(Numbers(12), batch_size=2, shuffle=True)))
     return trainer
 
 

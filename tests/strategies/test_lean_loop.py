@@ -355,7 +355,7 @@ def test_lean_calls_and_computes_what_lightning_does(name):
 
 
 @pytest.mark.parametrize(("first", "second", "at"), [(lean, stock, 5), (stock, lean, 5), (lean, lean, 10)])
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, first, second, at):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, first, second, at):
     make = lambda: Net(scheduler="step", log=False)  # noqa: E731
     saved = {}
     for name, strategy in (("at", first), ("stock", stock)):

@@ -1,4 +1,4 @@
-"""Data for a small network that notes which samples it saw, and checkpoints at chosen places."""
+"""A dataset and a model that record which samples were used, and a callback that saves checkpoints at given batches."""
 
 import itertools
 import multiprocessing
@@ -17,7 +17,7 @@ EACH_STRATEGY = pytest.mark.parametrize("strategy", ["auto", "turbo"])
 
 
 def matrix(names, *axes, times=2):
-    """Parametrize by all combinations; in those of the short form, each value is there ``times`` times or more."""
+    """Parametrize by all combinations. The short form runs some of them, in which each value occurs at least ``times`` times."""
     sizes = [len(axis) for axis in axes]
     most = max(sizes)
     short = {tuple((k + k // most * n) % size for n, size in enumerate(sizes)) for k in range(times * most)}
@@ -32,7 +32,7 @@ def matrix(names, *axes, times=2):
 
 
 class Numbers(Dataset):
-    """Rows with their numbers; notes which were asked for."""
+    """A dataset of numbered rows that records which ones were read."""
 
     def __init__(self, length=24):
         self.data = torch.randn(length, 4, generator=torch.Generator().manual_seed(0))
@@ -47,12 +47,12 @@ class Numbers(Dataset):
 
 
 def gives(loaders, base=PrefetchDataModule, **settings):
-    """A DataModule whose train_dataloader gives these."""
+    """Return a DataModule whose train_dataloader returns these loaders."""
     return type("Data", (base,), {"train_dataloader": lambda _: loaders})(**settings)
 
 
-class Noting(LightningModule):
-    """Notes what it saw; with dropout it draws from the generator that the orders of samples come from."""
+class RecordingModel(LightningModule):
+    """Records its batches. Its dropout draws from the generator that shuffles the samples."""
 
     def __init__(self, dropout=0.5):
         super().__init__()
@@ -81,7 +81,7 @@ class Noting(LightningModule):
 
 
 class Save(Callback):
-    """Writes a checkpoint in a hook of the training after so many batches."""
+    """Saves a checkpoint in a training hook after a given number of batches."""
 
     def __init__(self, path, batches, hook="on_train_batch_end"):
         def save(trainer, *_):
@@ -91,8 +91,8 @@ class Save(Callback):
         setattr(self, hook, save)
 
 
-def fit(data, *callbacks, model=Noting, seed=0, validation=None, ckpt_path=None, **settings):
-    """Train a new model on a DataModule or on loaders, and return it; nothing is left then."""
+def fit(data, *callbacks, model=RecordingModel, seed=0, validation=None, ckpt_path=None, **settings):
+    """Train a new model on a DataModule or on loaders, check that nothing is left behind, and return the model."""
     torch.manual_seed(seed)
     model = model()
     trainer = quiet_trainer(callbacks=list(callbacks), **{"max_epochs": 2, **settings})
