@@ -1,4 +1,4 @@
-"""What every test of a plain loop leaves behind: nothing of amp."""
+"""Ends amp after every test of a plain loop."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Prints how far the recorded runs of apex are from this library's: ``python -m tests.amp.deviations``."""
+"""Prints the deviations of this library from the recorded runs of apex: ``python -m tests.amp.deviations``."""
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from tests.amp.test_recorded_runs import BEFORE_NORM, BITWISE, deviation, finite
 
 
 def equal_to_torch_alone():
-    """How many float32 runs are, on this machine, equal to those of torch without this library in every bit."""
+    """Return how many float32 runs on this machine equal those of plain torch, bit for bit."""
     equal, cases = 0, [row for row in CASES.values() if row["opt_level"] == "O0"]
     for row in cases:
         arrays, ours = run_case(row, amp)
@@ -22,7 +22,7 @@ def equal_to_torch_alone():
 
 
 def largest(level):
-    """Cases of a level, how many are equal in every bit, and the largest relative deviations of the others."""
+    """Return the numbers of cases and of bitwise equal cases of a level, and the largest deviations of the others."""
     equal, loss, weights, cases = 0, 0.0, 0.0, [row for row in CASES.values() if row["opt_level"] == level]
     for row in cases:
         arrays, ours = run_case(row, amp)

@@ -1,4 +1,4 @@
-"""A small network and its optimizer, as plain loops initialize them."""
+"""A small network and its optimizer, initialized as in a plain loop."""
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ def ready(level="O1", model=None, make=sgd, **kwargs):
 
 
 def initialized(model, level="O2", **settings):
-    """A network and its optimizer, initialized with bfloat16, which needs no scale."""
+    """A network and its optimizer, initialized with bfloat16, which needs no loss scale."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     return init(model, optimizer, level, **{"dtype": torch.bfloat16, "loss_scale": 1.0, **settings})
 

@@ -1,4 +1,4 @@
-"""The recorded cases in plain torch: with amp left out, and those of O2 and O3 as loops written by hand."""
+"""The recorded cases in plain torch: without amp, and those of O2 and O3 as handwritten loops."""
 
 import contextlib
 import types
@@ -9,7 +9,7 @@ from torch import nn
 from lightning_turbo import amp
 from tests.amp.recorded import build_loss, build_model, build_optimizer, recorded_arrays
 
-# torch alone, in the place of amp.
+# Plain torch in place of amp.
 PLAIN = types.SimpleNamespace(
     initialize=lambda model, optimizer, **_: (model, optimizer),
     scale_loss=lambda loss, optimizer: contextlib.nullcontext(loss),
@@ -19,7 +19,7 @@ PLAIN = types.SimpleNamespace(
 
 
 def naive(row):
-    """O2 or O3 by hand: rounded masters, one scale, one decision for every backward pass."""
+    """A handwritten loop for O2 or O3: rounded master weights, one scale, one overflow check per backward pass."""
     arrays = recorded_arrays(row)
     model, o2 = build_model(row, arrays), row["opt_level"] == "O2"
     kept = {id(p) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and o2

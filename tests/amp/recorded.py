@@ -1,4 +1,4 @@
-"""Training cases recorded from the real apex (tests/recorded/apex), rebuilt with this library's calls."""
+"""Training cases recorded with NVIDIA's apex (tests/recorded/apex), run with this library."""
 
 import fnmatch
 import json
@@ -81,7 +81,7 @@ def dtype_name(tensor):
 
 @torch.no_grad()
 def round_weights(models, opt_level):
-    """Round at O2 what is half in calls, as apex's masters begin."""
+    """Round the weights that are half at O2, because apex creates its master weights from half weights."""
     modules = [module for model in (models if isinstance(models, list) else [models]) for module in model.modules()]
     kept = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     for module in modules if opt_level == "O2" else ():
@@ -95,7 +95,7 @@ def largest_change(before, after):
 
 
 def run_case(row, amp):
-    """Trains one recorded case and returns the arrays that its file holds."""
+    """Train one recorded case and return the arrays that its file contains."""
     arrays = recorded_arrays(row)
     model = build_model(row, arrays)
     optimizer = build_optimizer(row, model)
@@ -105,7 +105,7 @@ def run_case(row, amp):
         scale_window=row["scale_window"], **row["initialize_overrides"],
     )  # fmt: skip
     round_weights(model, row["opt_level"])
-    # Copies are aligned as torch aligns; some kernels round differently on other alignments.
+    # Copies have torch's alignment, because some kernels round differently with other alignments.
     x, y = torch.from_numpy(arrays["x"]).clone(), torch.from_numpy(arrays["y"]).clone()
     steps, micro = row["steps"], row["micro_batches"]
     batch_index = arrays["batch_index"].reshape(steps, micro)
@@ -115,7 +115,7 @@ def run_case(row, amp):
     got = {k: [] for k in ("loss", "scale", "scale_after", "unskipped_after", "grad_norm", "max_abs_change",
                            "max_abs_change_master")}  # fmt: skip
     result = {}
-    model.register_forward_pre_hook(  # what it computes with
+    model.register_forward_pre_hook(  # the dtype that it computes with
         lambda module, args: result.update(params={n: dtype_name(p) for n, p in module.named_parameters()})
     )
     for step in range(steps):

@@ -1,7 +1,7 @@
-"""Repeats every recorded run, and writes what it gave to a file: ``python -m tests.amp.recorded_worker FILE``.
+"""Repeats every recorded run and writes the results to a file: ``python -m tests.amp.recorded_worker FILE``.
 
-A process of its own, because oneDNN chooses its kernels as torch starts: on CPUs with float16 instructions it takes
-others than those of the recording, which round otherwise.
+This needs a separate process, because oneDNN selects its kernels when torch starts. On CPUs with float16 instructions
+it selects other kernels than those of the recording, which round differently.
 """
 
 import os
@@ -16,7 +16,7 @@ PLAIN_CASES = ("base_mlp_sgd_O0", "base_convbn_adam_O0", "base_conv3d_sgd_O0")
 
 
 def run_apart(file):
-    """Runs this module in a process that is held to kernels as those of the recording."""
+    """Run this module in a process that uses the same kernels as the recording."""
     environment = dict(os.environ)
     if environment.get(ISA) not in BELOW_AVX512:
         environment[ISA] = "AVX512_CORE"

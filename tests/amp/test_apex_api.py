@@ -1,4 +1,4 @@
-"""Plain loops and scripts for apex: only the import is changed."""
+"""Plain loops and scripts written for apex, with only the import changed."""
 
 import copy
 import gc
@@ -33,11 +33,11 @@ def step(model, optimizer, factor=1.0):
     optimizer.step()
 
 
-# Calls of initialize
+# Calls to initialize
 
 
 @pytest.mark.parametrize(("first", "second"), [("O1", "O2"), ("O2", "O1"), ("O2", "O3"), ("O3", "O2"), ("O3", "O0")])
-def test_a_model_may_be_initialized_again(first, second):
+def test_initialize_may_be_called_again_for_a_model(first, second):
     ends = []
     for levels in ((first, second), (second,)):
         model = net().half().float()  # O3 rounds nothing more
@@ -49,7 +49,7 @@ def test_a_model_may_be_initialized_again(first, second):
     assert same(ends[0][1], ends[1][1])
 
 
-def test_enabled_false_does_nothing_and_ends_the_earlier_one():
+def test_initialize_with_enabled_false_ends_the_previous_amp():
     model = net()
     optimizer = sgd(model)
     init(net(), None, "O1")
@@ -61,7 +61,7 @@ def test_enabled_false_does_nothing_and_ends_the_earlier_one():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_second_call_ends_the_first(level):
+def test_a_second_initialize_ends_the_first(level):
     first, optimizer = ready(level)
     _, active = ready("O0")
     assert first(torch.ones(1, 4)).dtype is torch.float32
@@ -76,8 +76,8 @@ def test_a_second_call_ends_the_first(level):
 
 
 @pytest.mark.parametrize("wraps", ["before", "during"])
-def test_after_the_end_an_optimizer_steps_by_itself_whoever_has_wrapped_its_step(wraps):
-    """A scheduler does; torch leaves its wrapper on the optimizer."""
+def test_after_amp_ends_a_wrapped_optimizer_has_its_original_step(wraps):
+    """A scheduler wraps the step, and torch keeps the wrapper on the optimizer."""
     model = net()
     optimizer = sgd(model)
     if wraps == "before":
@@ -95,7 +95,7 @@ def test_after_the_end_an_optimizer_steps_by_itself_whoever_has_wrapped_its_step
     assert not same(before, weights(model))
 
 
-def test_a_scaler_without_an_entry_in_a_state_keeps_its_own(caplog):
+def test_a_scaler_without_an_entry_in_the_state_dict_keeps_its_state(caplog):
     ready("O2", num_losses=2, loss_scale="dynamic")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}})
     assert [each["loss_scale"] for each in amp.state_dict().values()] == [8.0, 2.0**16]
@@ -103,7 +103,7 @@ def test_a_scaler_without_an_entry_in_a_state_keeps_its_own(caplog):
 
 
 class Wrapper:
-    """Says that it is an optimizer, as bolts' LARSWrapper."""
+    """Claims to be an optimizer, as bolts' LARSWrapper does."""
 
     def __init__(self, optimizer):
         self.optim = optimizer
@@ -118,7 +118,7 @@ class Wrapper:
     ("O1", lambda optimizer: [optimizer, optimizer], "expected each optimizer once, got one twice"),
     ("O1", Wrapper, "optimizers: expected a torch.optim.*for a wrapper such as LARC, its content.*got <.*Wrapper"),
 ])  # fmt: skip
-def test_an_initialize_that_is_refused_leaves_the_earlier_one_on(level, wrap, said):
+def test_a_failed_initialize_keeps_the_previous_amp(level, wrap, said):
     model, (earlier, optimizer) = net(), ready()
     with pytest.raises(TypeError if wrap is Wrapper else AmpUsageError, match=said):
         init(model, wrap(sgd(model)), level)
@@ -168,19 +168,19 @@ def test_a_checkpoint_loads_in_any_order(level, order):
 # Optimizers
 
 
-# What wraps a model or repeats its forward pass
+# Wrappers of a model, and repeated forward passes
 
 
 def replica_of(module):
-    """Copies a module as DataParallel does for a device."""
+    """Return a copy of a module as DataParallel makes for each device."""
     replica = module._replicate_for_data_parallel()
     replica._parameters = module._parameters.copy()
     replica._modules = {name: replica_of(child) for name, child in module._modules.items()}
     return replica
 
 
-def test_each_parameter_of_a_pass_has_its_own_delay():
-    """The first one's gradient is scaled still, and two optimizers hold it; the second one's was unscaled before."""
+def test_delay_unscale_is_tracked_for_each_parameter():
+    """The first gradient is still scaled and belongs to two optimizers. The second one was unscaled before."""
     models = [nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)]
     first = sgd(models[0])
     both = torch.optim.SGD([model.weight for model in models], lr=0.1)
@@ -197,7 +197,7 @@ def test_each_parameter_of_a_pass_has_its_own_delay():
         assert torch.equal(weight.grad, torch.full_like(weight, expected))
 
 
-def test_one_window_has_the_scale_of_one_loss():
+def test_an_accumulation_window_uses_the_scale_of_one_loss():
     model, optimizer = ready("O1", num_losses=2)
     for loss_id in (1, 1):
         backward(model(torch.ones(1, 4)).float().sum(), optimizer, loss_id=loss_id, delay_unscale=True)
@@ -210,7 +210,7 @@ def test_one_window_has_the_scale_of_one_loss():
     (True, "register_hook"),  # before there is a gradient
     (False, "register_post_accumulate_grad_hook"),  # after it
 ])  # fmt: skip
-def test_a_pass_that_fails_loses_no_gradient(level, delayed, when):
+def test_a_failed_backward_pass_loses_no_gradient(level, delayed, when):
     model = nn.Linear(4, 2, bias=False)
     optimizer = sgd(model)
     init(model, optimizer, level, loss_scale=128.0)
@@ -233,7 +233,7 @@ def test_replicas_of_data_parallel_are_refused(level):
 
 
 class Batch:
-    """Counts as a container because of its ``to``."""
+    """Is treated as a container because it has ``to``."""
 
     def __init__(self, items):
         vars(self).update(items)
@@ -249,7 +249,7 @@ class Batch:
     dict, OrderedDict, UserDict, lambda items: defaultdict(list, items), lambda items: list(items.values()),
     lambda items: deque(items.values(), maxlen=3), Batch,
 ])  # fmt: skip
-def test_containers_go_in_and_come_out_as_what_they_are(make):
+def test_containers_keep_their_types_as_inputs_and_outputs(make):
     class Net(nn.Linear):
         def forward(self, batch):
             x, number = batch.values() if hasattr(batch, "values") else batch
@@ -261,11 +261,11 @@ def test_containers_go_in_and_come_out_as_what_they_are(make):
     given = make({"x": torch.ones(5, 4), "n": 3})
     out = model(given)
     assert vars_of(out) == vars_of(given)
-    assert next(floats(given)).dtype is torch.float32  # not changed itself
+    assert next(floats(given)).dtype is torch.float32  # the argument is not changed
     assert next(floats(out)).dtype is torch.float32
 
 
-def test_a_module_in_a_batch_stays_as_it_is():
+def test_a_module_in_a_batch_is_not_changed():
     class Net(nn.Linear):
         def forward(self, batch):
             assert batch["teacher"] is teacher
@@ -286,7 +286,7 @@ def floats(container):
 
 
 class Checkpointed(nn.Module):
-    """Repeats the forward pass of its middle, which has layers of every kind of cast, during the backward pass."""
+    """Uses activation checkpointing for its middle part, which has layers with every kind of cast."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -304,7 +304,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_activation_checkpointing_recomputes_the_same_gradients(level):
-    """Two networks are called before the backward pass of either, twice."""
+    """Calls two networks before the backward pass of either, in each of two steps."""
     results = []
     for reentrant in (None, True, False):
         models = [Checkpointed(reentrant) for _ in range(2)]
@@ -320,7 +320,7 @@ def test_activation_checkpointing_recomputes_the_same_gradients(level):
     assert same(results[0], results[2])
 
 
-def test_nothing_keeps_a_model_alive():
+def test_amp_does_not_keep_a_model_alive():
     watched = []
     for level in LEVELS:
         model, optimizer = ready(level)
@@ -334,7 +334,7 @@ def test_nothing_keeps_a_model_alive():
 
 @pytest.mark.parametrize("scale", ["dynamic", 64.0])
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_gradients_of_other_kinds_are_unscaled(kind, scale):
+def test_sparse_and_complex_gradients_are_unscaled(kind, scale):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -392,13 +392,13 @@ def pickled(value):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_model_and_optimizer_are_pickled_whole(level):
+def test_model_and_optimizer_can_be_pickled(level):
     model, optimizer = ready(level, cast_model_outputs=torch.float32)
     step(model, optimizer)
     x = torch.ones(2, 4)
     copies = pickled(model), pickled(optimizer)
     assert same(weights(copies[0]), [weight.float() for weight in weights(model)])
-    if level in ("O0", "O1"):  # at O2 and O3 the copy is the float32 network
+    if level in ("O0", "O1"):  # at O2 and O3 the unpickled copy is the float32 network
         assert torch.equal(copies[0](x).float(), model(x))
     assert type(copies[1]) is torch.optim.SGD
     assert same(amp.master_params(copies[1]), amp.master_params(optimizer))

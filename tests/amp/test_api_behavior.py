@@ -1,4 +1,4 @@
-"""Every fact of tests/recorded/apex/api_behavior.json: the same value or the same kind of error here."""
+"""Every fact of tests/recorded/apex/api_behavior.json: this library has the same value or the same kind of error."""
 
 import builtins
 import contextlib
@@ -24,7 +24,7 @@ FACTS = {
 }
 HALF = torch.float16
 
-# What differs on purpose: id -> (value here, or the error's type; the reason).
+# Intended differences: id -> (value or type of error in this library, reason).
 OWN_MASTER = "at O2 a parameter is float32 outside of calls, and its own master"
 DIFFERENT = {
     "promote_double_float": ("float64", "apex's promotion knew no float64; torch's own gives float64"),
@@ -74,7 +74,7 @@ def backward(model, optimizer, factor=1.0, **kwargs):
 
 
 def passed(level, factor=1.0, **kwargs):
-    """The same after a backward pass, which overflows with a factor of inf."""
+    """Return the model and optimizer after a backward pass, which overflows if the factor is inf."""
     model, optimizer = ready(level, **kwargs)
     backward(model, optimizer, factor)
     return model, optimizer
@@ -97,7 +97,7 @@ def output(level, **kwargs):
 
 
 def inside(model):
-    """The dtypes of parameters and buffers, by name, while the model is called."""
+    """Return the dtypes of parameters and buffers by name during a call of the model."""
     seen = {}
 
     def look(module, args):
@@ -115,7 +115,7 @@ def state():
 
 
 def state_after(level="O1", factors=(), **kwargs):
-    """The scalers' state after steps whose losses were multiplied by factors."""
+    """Return the state of the scalers after steps whose losses were multiplied by these factors."""
     model, optimizer = ready(level, **kwargs)
     for factor in factors:
         backward(model, optimizer, factor)
@@ -136,7 +136,7 @@ def loaded(value, **kwargs):
 
 
 def under_O1(function, *kinds):
-    """The dtype that a function returns for tensors of these dtypes."""
+    """Return the dtype of a function's result for tensors of these dtypes."""
     ready("O1")
     return dtype(function(*(torch.full((3, 3), 0.5, dtype=kind) for kind in kinds)))
 
@@ -155,7 +155,7 @@ ONE = {"loss_scale": 1024.0, "unskipped": 7}
 
 # Facts of one expression.
 CHECKS = {
-    # Levels, models and optimizers that are refused
+    # Levels, models and optimizers that raise an error
     "opt_level_01": lambda: ready("01"),
     "opt_level_O4": lambda: ready("O4"),
     "opt_level_lower": lambda: ready("o1"),
@@ -195,7 +195,7 @@ CHECKS = {
     "max_below_init": lambda: state_after(max_loss_scale=1024),
     "min_above_init": lambda: state_after(min_loss_scale=2**20),
     "min_above_init_overflow": lambda: state_after(factors=[INF], min_loss_scale=2**20),
-    # What comes back, and calls at the wrong time
+    # Return values, and calls in the wrong order
     "optimizer_none": lambda: type(init(net(), level="O2")).__name__,
     "optimizer_list": lambda: pair_of(lambda model: model, lambda optimizer: [optimizer]),
     "model_list": lambda: pair_of(lambda model: [model], lambda optimizer: optimizer),
@@ -205,7 +205,7 @@ CHECKS = {
     "enabled_false_state_dict": lambda: (ready("O1", enabled=False), amp.state_dict()),
     "submodule_state_dict_O2": lambda: dtypes(ready("O2")[0][0].state_dict().values()),
     "submodule_call_O2": lambda: dtype(ready("O2")[0][0](torch.ones(3, 4))),
-    # The scalers' state
+    # State of the scalers
     "state_dict_O0": lambda: state_after("O0", [1.0, 1.0]),
     "state_dict_O3": lambda: state_after("O3", [1.0, 1.0]),
     "state_dict_O2_overflow": lambda: state_after("O2", [1.0, 1.0, INF, 1.0]),
@@ -217,7 +217,7 @@ CHECKS = {
     "load_state_dict_unexpected_key": lambda: loaded({"loss_scaler0": ONE, "foo": 1}),
     "load_state_dict_too_many": lambda: loaded({"loss_scaler0": ONE, "loss_scaler1": ONE}),
     "load_state_dict_missing_field": lambda: loaded({"loss_scaler0": {"loss_scale": 1024.0}}),
-    # O1's functions
+    # Functions of O1
     "banned_bce_half": lambda: under_O1(F.binary_cross_entropy, HALF, HALF),
     "banned_bce_float": lambda: under_O1(F.binary_cross_entropy, torch.float32, torch.float32),
     "inplace_exp_half": lambda: under_O1(torch.Tensor.exp_, HALF),
@@ -229,13 +229,13 @@ CHECKS = {
 
 
 def fact(function):
-    """Takes a function of one fact, whose name it has."""
+    """Register a function as the check of the fact with its name."""
     CHECKS[function.__name__] = function
     return function
 
 
 def of_levels(function):
-    """Takes a function of one fact at each level."""
+    """Register a function as the check of a fact at each level."""
     for level in LEVELS:
         CHECKS[f"{function.__name__}_{level}"] = functools.partial(function, level)
     return function
@@ -392,7 +392,7 @@ def adam_dtype(level):
     return [{k: dtype(v) for k, v in optimizer.state[p].items()} for p in masters(optimizer)]
 
 
-# O2's models
+# Models at O2
 
 
 @fact
@@ -424,7 +424,7 @@ def state_dict_hook_O2():
 
 def norm_parts(affine):
     model, _ = ready("O2", net(nn.BatchNorm1d(8, affine=affine)))
-    seen = inside(model)  # of a first call: from the second on, buffers that a call writes to are float32
+    seen = inside(model)  # of the first call: from the second call on, buffers that a call writes to are float32
     return [{k: seen[k] for k, _ in part} for part in (model.named_parameters(), model.named_buffers())]
 
 
@@ -442,7 +442,7 @@ def norms_O2():
 
 
 class Echo(nn.Module):
-    """Returns what its function makes of its arguments."""
+    """Returns the result of a function of its arguments."""
 
     def __init__(self, function):
         super().__init__()
@@ -501,7 +501,7 @@ def state_dict_destination():
     return [amp.state_dict(destination=target) is target, dict(target)]
 
 
-# O1's functions
+# Functions of O1
 
 
 @fact
@@ -532,7 +532,7 @@ def half_function():
 
 
 class Namespace:
-    """Stands for a user's module."""
+    """Stands for a Python module of the user."""
 
 
 @fact
@@ -561,7 +561,7 @@ def O1_cache_identity():
             seen.append(out.grad_fn)
             return out
 
-    # Autocast casts below Python, so the cast is seen in the graph: both calls share one cast of the weight.
+    # Autocast casts below Python, so the cast is visible only in the graph. Both calls share one cast of the weight.
     layer, optimizer = ready("O1", Layer())
     loss = (layer(torch.ones(1, 2)) + layer(torch.ones(1, 2))).sum()
     with amp.scale_loss(loss, optimizer) as scaled:
@@ -584,7 +584,7 @@ def O1_optimizer_step_uncast():
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_a_fact_of_apex_holds(name):
+def test_behavior_equals_that_of_apex(name):
     expected, raises = FACTS[name].get("value"), FACTS[name]["raises"]
     if name in DIFFERENT:
         value, _ = DIFFERENT[name]
@@ -600,6 +600,6 @@ def test_a_fact_of_apex_holds(name):
     assert len(words) > 40 or isinstance(caught.value, KeyError), words
 
 
-def test_every_fact_is_checked():
+def test_every_recorded_behavior_of_apex_is_checked():
     assert set(CHECKS) == set(FACTS)
     assert set(DIFFERENT) <= set(CHECKS)

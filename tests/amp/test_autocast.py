@@ -1,4 +1,4 @@
-"""The casts of O1 around functions: where they begin and end; ``test_cast_lists.py`` has each function."""
+"""The casts of O1: where they start and end. ``test_cast_lists.py`` tests each function."""
 
 import pickle
 
@@ -23,12 +23,12 @@ def by_disable_casts(first, second):
         return first @ second
 
 
-def by_einsum(first, second):  # apex leaves it alone
+def by_einsum(first, second):  # apex does not cast it
     return torch.einsum("ij,jk->ik", first, second)
 
 
 @pytest.mark.parametrize("product", [by_autocast, by_disable_casts, by_einsum])
-def test_what_ran_in_float32_has_float32_gradients(product):
+def test_float32_functions_have_float32_gradients_at_O1(product):
     weight = Parameter(torch.randn(16, 16))
     inputs = torch.randn(16, 16)
     (wanted,) = torch.autograd.grad(product(inputs, weight).square().mean(), weight)
@@ -41,7 +41,7 @@ def test_what_ran_in_float32_has_float32_gradients(product):
     assert torch.equal(weight.grad, wanted)
 
 
-def test_nothing_is_cast_in_a_step_and_everything_after_it_even_if_its_closure_fails():
+def test_optimizer_steps_run_without_casts_even_if_the_closure_fails():
     model, optimizer = ready("O1", loss_scale=1.0)
     x, seen = torch.ones(2, 4), []
 
@@ -59,7 +59,7 @@ def test_nothing_is_cast_in_a_step_and_everything_after_it_even_if_its_closure_f
 
 @pytest.mark.parametrize("lists", ["torch", "apex"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_casts_begin_and_end_on_a_thread_and_are_pickled(lists, dtype):
+def test_casts_start_and_end_on_a_thread_and_can_be_pickled(lists, dtype):
     for casts in (FunctionCasts("cpu", dtype, lists), pickle.loads(pickle.dumps(FunctionCasts("cpu", dtype, lists)))):
         casts.start()
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
@@ -75,7 +75,7 @@ def test_casts_begin_and_end_on_a_thread_and_are_pickled(lists, dtype):
 @pytest.mark.parametrize(("level", "settings"), [
     ("O0", {}), ("O1", {"dtype": torch.float16}), ("O1", {"scaler": ApexGradScaler(8.0)}), ("O2", {}), ("O3", {}),
 ])  # fmt: skip
-def test_a_pickled_plugin_is_another_that_does_the_same(level, settings):
+def test_a_pickled_plugin_has_the_same_casts(level, settings):
     plugin = ApexAMP(level, **settings)
     other = pickle.loads(pickle.dumps(plugin))
     assert other.opt_level == level

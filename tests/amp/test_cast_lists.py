@@ -1,4 +1,4 @@
-"""O1's table: what each function and module returns here, against what apex returned."""
+"""The cast table of O1: the dtype of each function and module, compared with apex."""
 
 import builtins
 import json
@@ -19,14 +19,14 @@ MODULES = json.loads((FOLDER / "o1_modules.json").read_text())["modules"]
 HOMES = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}
 DTYPES = {"half": torch.float16, "float": torch.float32, "double": torch.float64}
 
-# Where this library computes what apex refused: apex's own casts raised, torch promotes.
+# This library computes these calls. apex raised an error, because its casts did not promote dtypes as torch does.
 PROMOTES_WHERE_APEX_RAISED = "apex's promotion knew no float64; torch's promotion gives float64"
 WRITES_IN_PLACE = "x += y must change x, as everywhere in torch; apex replaced x by a float32 sum"
 JOINS_DTYPES = "apex handed the mix of dtypes to the function, which raised; autocast brings them together"
 HALF_RAISED = "the CPU has no half kernel, autocast computes in float32"
 DOUBLE_TO_FLOAT = "apex left float64 to the function, which raised; here the loss is on the float32 list"
 
-# (namespace, operation, pattern) -> (what comes out here, why it is not what apex gave)
+# (namespace, operation, pattern) -> (result of this library, why it differs from apex)
 DIFFERENT = {
     **{
         ("torch.Tensor", f"__i{op}__", "half_then_float"): ("float16", WRITES_IN_PLACE)
@@ -53,7 +53,7 @@ DIFFERENT = {
 
 
 def expected_difference(row, pattern, record):
-    """What comes out here where it is not what apex gave, with the reason; else ``None``."""
+    """Return the result of this library if it differs from apex, with the reason; otherwise ``None``."""
     key = (row["namespace"], row["op"], pattern)
     if key in DIFFERENT:
         return DIFFERENT[key]
@@ -70,7 +70,7 @@ def dtype_at(pattern, index):
 
 
 def built(spec, pattern, op, made):
-    """An argument as the table describes it; float tensors are uniform in [0.2, 0.8]."""
+    """Return an argument as described in the table. Float tensors are uniform in [0.2, 0.8]."""
     if isinstance(spec, list):
         return [built(item, pattern, op, made) for item in spec]
     match = re.fullmatch(r"(float|int64|bool)\((.*)\)", spec)
@@ -113,7 +113,7 @@ def check_call(row, pattern, record, casts):
 
     if different is not None:
         ours, _ = different
-        assert ours != record.get("out"), "no longer a difference: take it off the list"
+        assert ours != record.get("out"), "no longer a difference: remove it from the list"
         assert dtypes_of(call()) == ours
     elif record.get("error"):
         with pytest.raises(getattr(builtins, record["error"]) if record["error_from"] == "amp" else Exception):
@@ -125,9 +125,9 @@ def check_call(row, pattern, record, casts):
             assert (result is args[0]) == record["result_is_self"]
 
 
-@pytest.mark.filterwarnings("ignore")  # the table calls deprecated names and broadcasting losses on purpose
+@pytest.mark.filterwarnings("ignore")  # the table deliberately calls deprecated functions and losses that broadcast
 @pytest.mark.parametrize("row", OPS, ids=lambda row: f"{row['namespace']}.{row['op']}")
-def test_a_function_returns_what_it_returned_in_apex(row, casts):
+def test_a_function_returns_the_same_dtype_as_in_apex(row, casts):
     if not hasattr(HOMES[row["namespace"]], row["op"]):
         pytest.skip("this torch has no such function")
     wrong = {}
@@ -140,13 +140,13 @@ def test_a_function_returns_what_it_returned_in_apex(row, casts):
     assert not wrong
 
 
-def test_the_list_of_differences_names_only_calls_of_the_table():
+def test_the_list_of_differences_contains_only_calls_of_the_table():
     known = {(row["namespace"], row["op"], pattern) for row in OPS for pattern in row["calls"]}
     assert set(DIFFERENT) <= known
 
 
 def dims_of(name):
-    """An input of a shape that the module takes."""
+    """Return an input with a shape that the module accepts."""
     shapes = {
         "Conv1d": (2, 3, 8), "Conv2d": (2, 3, 8, 8), "Conv3d": (2, 2, 6, 6, 6), "ConvTranspose1d": (2, 3, 8),
         "ConvTranspose2d": (2, 3, 8, 8), "ConvTranspose3d": (2, 2, 6, 6, 6), "BatchNorm1d": (4, 3),
@@ -160,7 +160,7 @@ def dims_of(name):
 
 
 def call_module(text, dtype):
-    """Builds the module of a row, calls it under O1 and returns output, input and module."""
+    """Create the module of a row, call it under O1, and return output, input and module."""
     name, arguments = re.fullmatch(r"(\w+)\((.*)\)", text.removesuffix(".eval()")).groups()
     arguments = re.sub(r"(?<![='\w])(relu|batchmean)", r"'\1'", arguments)
     if name == "RNN" or name == "RNNCell":
@@ -185,7 +185,7 @@ def call_module(text, dtype):
     return module(x, *more), x, module
 
 
-# Module -> what comes out here, why it is not what apex gave.
+# Module -> (result of this library, why it differs from apex)
 DIFFERENT_MODULES = {
     "PReLU()": ("float16", "nn.PReLU calls torch.prelu, on apex's half list; its alias in nn.functional escaped apex"),
 }
@@ -202,13 +202,13 @@ MODULE_CALLS = [
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(("module", "pattern", "record"), MODULE_CALLS)
-def test_a_module_returns_what_it_returned_in_apex(module, pattern, record, casts):
+def test_a_module_returns_the_same_dtype_as_in_apex(module, pattern, record, casts):
     if record["error"]:
         with casts.forward_context(), pytest.raises(NotImplementedError):
             call_module(module, DTYPES[pattern])
         return
     ours, _ = DIFFERENT_MODULES.get(module, (record["out"], ""))
-    if module == "RMSNorm(5)":  # on no list: what torch makes of it, which has changed since torch 2.6
+    if module == "RMSNorm(5)":  # on no list: torch's own dtype, which has changed since torch 2.6
         ours = dtypes_of(call_module(module, DTYPES[pattern])[0])
     with casts.forward_context():
         out, x, built_module = call_module(module, DTYPES[pattern])

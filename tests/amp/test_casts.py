@@ -1,4 +1,4 @@
-"""What a level casts in one run: which modules, which optimizers' state, what it refuses, and what is given back."""
+"""What a level casts in a run: modules, optimizer state, refused modules, and what is restored after the run."""
 
 import copy
 import pickle
@@ -48,7 +48,7 @@ def test_a_module_is_kept_in_float32(level, by_name):
         amp.initialize(net, opt_level="O1", keep_fp32_modules=keep)
 
 
-def test_what_does_not_follow_is_told():
+def test_parameters_of_no_model_are_not_cast_and_warn():
     net, criterion = layers(), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net.parameters(), criterion], lr=0.1)
     with pytest.warns(TurboWarning, match="SGD holds 1 parameters that belong to no model, so O2 does not cast them"):
@@ -62,13 +62,13 @@ def test_what_does_not_follow_is_told():
     (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), r"expected Python modules.*\(Linear\).*O0 or O1"),
     (lambda: nn.Sequential(nn.LazyLinear(2)), "expected modules with weights, got a LazyLinear"),
 ])  # fmt: skip
-def test_a_module_that_cannot_be_cast_is_refused(make, said, level):
+def test_a_module_that_cannot_be_cast_is_an_error(make, said, level):
     with pytest.raises(AmpUsageError, match=said):
         LevelCasts(level, device_type="cpu").convert([make()])
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_casts_are_pickled_before_and_in_a_run_and_give_all_back(level):
+def test_casts_can_be_pickled_before_and_during_a_run_and_restore_everything(level):
     model, casts = network(), LevelCasts(level, device_type="cpu", dtype=torch.bfloat16)
     optimizer = sgd(model)
     for p in model.parameters():

@@ -1,4 +1,4 @@
-"""Clipping under a loss scale, wherever a program clips: it acts on unscaled gradients; the run ends as float32's."""
+"""Gradient clipping with a loss scale, in every kind of loop: it acts on unscaled gradients, as in float32."""
 
 import functools
 
@@ -18,7 +18,7 @@ CLIP = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
 
 
 def loss_of(model, number, of=1):
-    """The loss of a step, or of a part of it; its gradients are above the limit, and none overflows at 65536."""
+    """Return the loss of a step or a part of it. Its gradients exceed the limit, and a scale of 65536 is safe."""
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
     return (model(inputs).float() - inputs.sum(1, True)).square().mean() * 0.1 / of
 
@@ -34,7 +34,7 @@ def stepper(model, fused=False):
 
 @functools.cache
 def in_float32(kind):
-    """The weights at the end of a loop of torch's."""
+    """Return the final weights of a plain torch loop."""
     model = net()
     optimizer = stepper(model)
     for number in range(STEPS):
@@ -56,7 +56,7 @@ def by_amp(kind, level, scale, window=1, inside=False, fused=False):
             last = part == window - 1
             with amp.scale_loss(loss_of(model, number, window), optimizer, delay_unscale=not last) as scaled:
                 scaled.backward()
-                if inside:  # gradients are scaled there, as in apex
+                if inside:  # gradients are scaled at this point, as in apex
                     CLIP[kind](
                         amp.master_params(optimizer), LIMITS[kind] * amp.state_dict()["loss_scaler0"]["loss_scale"]
                     )
@@ -68,7 +68,7 @@ def by_amp(kind, level, scale, window=1, inside=False, fused=False):
 
 
 def by_the_scaler(kind, level, scale):
-    """A loop for torch's scaler."""
+    """A loop written for torch's GradScaler."""
     model, scaler, sizes = net(), ApexGradScaler(scale), []
     optimizer = stepper(model)
     for number in range(STEPS):

@@ -18,7 +18,7 @@ from tests.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The `LightningModule.optimizer_zero_grad`"),
-    # Lightning says that the loaders' state is not part of a checkpoint in mid-epoch.
+    # Lightning warns that a checkpoint within an epoch has no state of the loaders.
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
 ]
 
@@ -33,7 +33,7 @@ def network():
 
 
 class Net(LightningModule):
-    """Notes what it starts with."""
+    """Records its state at the start of training."""
 
     def __init__(self, optimizer=torch.optim.SGD, **settings):
         super().__init__()
@@ -81,7 +81,7 @@ def trained(tmp_path_factory):
 
 
 def rewrite(trained, path, **changes):
-    """A copy of the checkpoint as another version would have written it."""
+    """Return a copy of the checkpoint in the format of another version."""
     checkpoint = load(trained)
     del checkpoint["ApexAMP"]
     torch.save({**checkpoint, **changes}, path)
@@ -91,12 +91,12 @@ def rewrite(trained, path, **changes):
 @pytest.mark.parametrize(("key", "state"), [
     ("MixedPrecision", TORCH), ("native_amp_scaling_state", TORCH), ("ApexMixedPrecisionPlugin", APEX),
 ])  # fmt: skip
-def test_scaler_state_of_other_plugins_is_read(key, state, trained, tmp_path):
+def test_the_scaler_state_of_other_plugins_is_loaded(key, state, trained, tmp_path):
     assert fit(plugin(), ckpt_path=rewrite(trained, tmp_path / "old.ckpt", **{key: state})).scaler == APEX
 
 
 class Versioned(nn.Linear):
-    """Reads its weights by the version of the module that wrote them, as torchvision's MNASNet."""
+    """Loads its weights depending on the version of the module that saved them, as torchvision's MNASNet does."""
 
     _version = 2
 
@@ -106,7 +106,7 @@ class Versioned(nn.Linear):
 
 
 def plain_parts(**extra):
-    """What a plain apex script saves, after two steps."""
+    """Return what a plain apex script saves after two steps."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(2):
@@ -117,7 +117,7 @@ def plain_parts(**extra):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_converted_apex_file_continues_in_lightning(level, tmp_path):
+def test_a_converted_apex_checkpoint_resumes_in_lightning(level, tmp_path):
     parts = plain_parts(epoch=2, global_step=40, lr_scheduler={})
     torch.save(parts, tmp_path / "old.pt")
     before = (tmp_path / "old.pt").read_bytes()
@@ -129,13 +129,13 @@ def test_a_converted_apex_file_continues_in_lightning(level, tmp_path):
     for ours, theirs in zip(net.states, parts["optimizer"]["state"].values(), strict=True):
         assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
     assert not torch.equal(net.model[0].weight, net.weights["0.weight"])
-    assert net.trainer.global_step == 42  # one epoch of two steps was left
+    assert net.trainer.global_step == 42  # one epoch of two steps remained
 
 
 @pytest.mark.parametrize(
     ("place", "kind"), [("model.", "plain"), ("", "wrapped"), ("a.model.", "wrapped"), ("", "lightning")]
 )
-def test_half_weights_are_widened_and_versions_of_modules_kept(kind, place, tmp_path):
+def test_half_weights_are_converted_to_float32_and_module_versions_are_kept(kind, place, tmp_path):
     new = model = nn.Sequential(OrderedDict(first=nn.BatchNorm1d(2), second=Versioned(2, 2)))
     for name in reversed(place.split(".")[:-1]):
         new = nn.ModuleDict({name: new})
@@ -151,10 +151,10 @@ def test_half_weights_are_widened_and_versions_of_modules_kept(kind, place, tmp_
 
 
 class Hparams(dict):
-    """Stands for the objects that Lightning 1.x put into its checkpoints."""
+    """Stands for the objects that Lightning 1.x saved in its checkpoints."""
 
 
-def test_a_lightning_1_file_with_objects_needs_trust(trained, tmp_path, monkeypatch):
+def test_a_lightning_1_checkpoint_with_objects_needs_trust(trained, tmp_path, monkeypatch):
     old = rewrite(trained, tmp_path / "old.ckpt", amp_scaling_state=APEX, hyper_parameters=Hparams(lr=0.1), **OLD)
     with pytest.raises(CheckpointError, match=r"cannot be read.*Hparams.*trust=True .*--trust.*can run any code"):
         convert_checkpoint(old, tmp_path / "new.ckpt")
@@ -164,7 +164,7 @@ def test_a_lightning_1_file_with_objects_needs_trust(trained, tmp_path, monkeypa
     assert "amp_scaling_state" not in new
 
 
-def test_a_plain_file_with_the_arguments_of_its_script_names_their_class(tmp_path):
+def test_a_plain_checkpoint_with_script_arguments_names_their_class(tmp_path):
     old, new = tmp_path / "old.pt", tmp_path / "new.ckpt"
     torch.save({**plain_parts(), "args": argparse.Namespace(lr=0.1)}, old)
     with pytest.raises(CheckpointError, match=r"without trust: it contains argparse\.Namespace\. .*trust=True"):
@@ -195,7 +195,7 @@ def test_what_cannot_be_converted_is_refused(content, match, trained, tmp_path):
     assert not new.exists()
 
 
-def test_nothing_is_overwritten_and_paths_are_named(trained, tmp_path):
+def test_conversion_overwrites_nothing_and_names_the_paths(trained, tmp_path):
     before = trained.read_bytes()
     with pytest.raises(FileExistsError, match=r"o1.ckpt' exists: expected a new path"):
         convert_checkpoint(trained, trained)
@@ -207,7 +207,7 @@ def test_nothing_is_overwritten_and_paths_are_named(trained, tmp_path):
 
 
 @pytest.mark.parametrize("amp", [{}, {"amp": None}, {"amp": {}}], ids=["absent", "None", "empty"])
-def test_a_file_without_scaler_state_is_converted_without(amp, tmp_path):
+def test_a_checkpoint_without_scaler_state_is_converted(amp, tmp_path):
     parts = plain_parts(epoch=2, step=4, scheduler={})
     del parts["amp"]
     torch.save({**parts, **amp}, tmp_path / "old.pt")
@@ -217,7 +217,7 @@ def test_a_file_without_scaler_state_is_converted_without(amp, tmp_path):
     assert fit(ApexAMP("O0"), ckpt_path=new).place[0] == 2
 
 
-def test_what_has_no_entry_is_named_in_one_warning(tmp_path):
+def test_one_warning_names_the_missing_entries_of_a_checkpoint(tmp_path):
     more = {"best_prec1": torch.tensor(12.0), "state_dict_ema": {}, "master params": [torch.ones(2)]}
     parts = plain_parts(epoch="2", step=9, ema_state_dict=None, lr_scheduler=None, scheduler={"last_epoch": 3})
     torch.save({**parts, **more}, tmp_path / "old.pt")
@@ -230,7 +230,7 @@ def test_what_has_no_entry_is_named_in_one_warning(tmp_path):
     ("amp", APEX, "{}_state_dict"), ("apex", {**APEX, "loss_scaler1": APEX["loss_scaler0"]}, "{}"),
     ("scaler", TORCH, "{}"),
 ])  # fmt: skip
-def test_the_scale_is_found_under_whatever_name_a_plain_script_gave_it(name, scaler, style, tmp_path):
+def test_the_scaler_state_of_a_plain_script_is_found_under_any_name(name, scaler, style, tmp_path):
     parts = plain_parts()
     del parts["amp"]
     torch.save({style.format(key): value for key, value in (parts | {name: scaler}).items()}, tmp_path / "old.pt")
@@ -238,7 +238,7 @@ def test_the_scale_is_found_under_whatever_name_a_plain_script_gave_it(name, sca
     assert new["ApexAMP"] == (APEX if scaler is TORCH else scaler)
 
 
-def test_the_state_of_fp16_optimizer_is_not_taken_for_one_of_a_scaler(tmp_path):
+def test_the_state_of_fp16_optimizer_is_not_mistaken_for_scaler_state(tmp_path):
     parts = plain_parts()
     around = {"loss_scaler": Hparams(), "optimizer_state_dict": parts["optimizer"], "fp32_from_fp16": []}
     torch.save({"model": parts["model"], "optimizer": around}, tmp_path / "old.pt")
@@ -247,7 +247,7 @@ def test_the_state_of_fp16_optimizer_is_not_taken_for_one_of_a_scaler(tmp_path):
     assert load(new)["optimizer_states"][0]["param_groups"] == parts["optimizer"]["param_groups"]
 
 
-def test_without_a_prefix_a_warning_says_how_the_names_begin(tmp_path):
+def test_a_warning_names_the_prefix_of_the_weights(tmp_path):
     network = nn.ModuleDict({"module": nn.Sequential(*(nn.Linear(1, 1) for _ in range(11)))})
     torch.save({"model": network.state_dict(), "optimizer": {}, "amp": APEX}, tmp_path / "old.pt")
     said = r"begin with 0, 1, 2, 3, 4, 5, 6, 7 and 3 more\. A .* needs prefix='model\.' \(--prefix model\.\)"
@@ -265,7 +265,7 @@ def test_without_a_prefix_a_warning_says_how_the_names_begin(tmp_path):
     ({"step": 30}, ["schedulers will start from 0"]),
     ({}, []),
 ])  # fmt: skip
-def test_what_starts_from_0_in_a_run_that_goes_on_is_told(places, messages, tmp_path):
+def test_a_warning_names_the_counters_that_start_from_0(places, messages, tmp_path):
     torch.save(plain_parts(**places), tmp_path / "old.pt")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -275,7 +275,7 @@ def test_what_starts_from_0_in_a_run_that_goes_on_is_told(places, messages, tmp_
 
 
 class Stepping(Net):
-    """Takes up its schedule as the warning says."""
+    """Resumes its scheduler as the warning says."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -289,7 +289,7 @@ class Stepping(Net):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
 
 
-def test_a_schedule_goes_on_at_the_epoch_of_a_converted_file_as_the_warning_says(tmp_path):
+def test_a_scheduler_resumes_at_the_epoch_of_a_converted_checkpoint(tmp_path):
     parts = plain_parts(epoch=3, step=6)
     parts["optimizer"]["param_groups"][0]["lr"] = 1e-3
     torch.save(parts, tmp_path / "old.pt")
@@ -299,7 +299,7 @@ def test_a_schedule_goes_on_at_the_epoch_of_a_converted_file_as_the_warning_says
 
 
 def adam_after(steps, weight_decay):
-    """A network and torch's Adam after some steps, and the same state as apex's FusedAdam wrote it."""
+    """Return a network and torch's Adam after some steps, and the same state in the format of apex's FusedAdam."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay, fused=True)
     for _ in range(steps):
@@ -318,13 +318,13 @@ def adam_step(model, optimizer):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_state_of_fusedadam_continues_in_adamw_bit_for_bit(fused):
+def test_the_state_of_fusedadam_continues_in_adamw_bit_for_bit(fused):
     first, optimizer, apex = adam_after(3, 0.1)
     second = network()
     second.load_state_dict(first.state_dict())
     other = torch.optim.AdamW(second.parameters(), fused=fused)
     other.load_state_dict(to_torch_adam(apex))
-    assert all(own.keys() == {"exp_avg", "exp_avg_sq"} for own in apex["state"].values()), "what was passed changed"
+    assert all(own.keys() == {"exp_avg", "exp_avg_sq"} for own in apex["state"].values()), "the argument was changed"
     for _ in range(2):
         adam_step(first, optimizer)
         adam_step(second, other)
@@ -334,7 +334,7 @@ def test_a_state_of_fusedadam_continues_in_adamw_bit_for_bit(fused):
         assert ours["step"].dtype is theirs["step"].dtype
 
 
-def test_other_states_are_left_as_they_are():
+def test_the_states_of_other_optimizers_are_not_converted():
     _, optimizer, apex = adam_after(2, 0.0)
     native = optimizer.state_dict()
     assert to_torch_adam(native) == native
@@ -345,7 +345,7 @@ def test_other_states_are_left_as_they_are():
     for odd in (None, [1], {"G": apex}, {"state": {}}):
         assert to_torch_adam(odd) is odd
     around = {"overflow": False, "optimizer_state_dict": native, "fp32_from_fp16": [[torch.ones(1)]]}
-    assert to_torch_adam(around) == native  # what apex's FP16_Optimizer wrote
+    assert to_torch_adam(around) == native  # the state of apex's FP16_Optimizer
 
 
 @pytest.mark.parametrize(("level", "source"), [("O1", "plain"), ("O2", "lightning")])
@@ -365,14 +365,14 @@ def test_a_run_with_fusedadam_continues_in_a_trainer(level, source, trained, tmp
         assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_convert_command(tmp_path, capsys):
     torch.save(plain_parts(), tmp_path / "old.pt")
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/new.ckpt", "--prefix", "model."]) == 0
     assert "new.ckpt" in capsys.readouterr().out
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/bare.ckpt"]) == 0
     said = capsys.readouterr()
     assert said.err.startswith("lightning-turbo: warning: The names of weights begin with 0, 2. A LightningModule")
-    assert said.err.count("\n") == 1, "no line of the source below it"
+    assert said.err.count("\n") == 1, "the source line is not shown"
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/n", "--prefix", "model"]) == 2
     assert "prefix: expected a name that ends with a dot" in capsys.readouterr().err
     assert main(["convert", f"{tmp_path}/old.pt", f"{tmp_path}/new.ckpt"]) == 2

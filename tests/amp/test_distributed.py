@@ -26,7 +26,7 @@ def train(wrap, batches, level):
 
 
 def accumulated(rank, level, delayed):
-    """Two passes under ``no_sync`` and one that DDP synchronizes; returns the gradients."""
+    """Run two backward passes under ``no_sync`` and one that DDP synchronizes, and return the gradients."""
     model, optimizer = ready(level)
     wrapped = DistributedDataParallel(model)
     for i in range(3):
@@ -58,7 +58,7 @@ def work(folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """The batches, and what the two ranks made of them."""
+    """Return the batches and the results of the two ranks."""
     tmp_path = tmp_path_factory.mktemp("ranks")
     batches = [torch.randn(6, 4) for _ in range(4)]
     torch.save(batches, tmp_path / "batches.pt")
@@ -67,16 +67,16 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_ddp_averages_delayed_gradients_and_without_a_scale_all(ranks, level):
+def test_ddp_averages_gradients_with_delay_unscale(ranks, level):
     delayed, undelayed = zip(*(results["accumulated", level] for results in ranks[1:]), strict=True)
     assert [same(*delayed), same(*undelayed)] == [True, level in ("O0", "O3")]
 
 
-def test_two_ranks_wrapped_after_initialize_train_as_one(ranks):
+def test_two_ddp_ranks_wrapped_after_initialize_train_as_one_process(ranks):
     batches, first, second = ranks
     for level in LEVELS:
         assert same(first[level], second[level]), level
-        # Means of two half gradients against one of the joint batch: a few units of the half's last place.
+        # The mean of two half gradients differs from that of the joint batch by a few units in the last place.
         tolerance = 1e-6 if level == "O0" else 3e-3
         torch.testing.assert_close(first[level], train(lambda m: m, batches, level), rtol=tolerance, atol=tolerance)
         assert "expected an unwrapped model, got a DistributedDataParallel" in first[level + " wrapped"]

@@ -1,4 +1,4 @@
-"""What lies between a loss and the weights: the backward pass, the unscaling, an overflow, the step."""
+"""From the loss to the weights: backward pass, unscaling, overflow, step."""
 
 import pickle
 
@@ -14,7 +14,7 @@ from tests.amp.loops import INF, backward, init
 
 
 def arrive(scaler, optimizer, *gradients):
-    """Lets a backward pass make these gradients, scaled, and unscales them."""
+    """Run a backward pass that creates these gradients, scaled, and unscale them."""
     with scaler.backward([optimizer], unscale=False):
         for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=False):
             weight.grad = gradient
@@ -38,7 +38,7 @@ def test_an_overflow_in_the_first_fused_step_of_a_weight_leaves_no_momentum(grad
         for made in gradients:
             optimizer.zero_grad()
             left_behind = [torch.full((1 << 16,), 123.0) for _ in range(8)]
-            del left_behind  # by activations: what torch.empty may find
+            del left_behind  # not zero, as memory of torch.empty may be
             scale = scaler.get_scale()
             arrive(scaler, optimizer, *(g and torch.full((1 << 16,), g) * scale for g in made))
             scaler.step(optimizer)
@@ -60,8 +60,8 @@ def test_gradients_of_any_dtype_are_unscaled(dtype):
     assert skips(scaler, optimizer)
 
 
-def test_an_optimizer_that_takes_a_scaler_is_not_left_to_skip_by_itself():
-    class Capturable(torch.optim.SGD):  # as apex's, which read the overflow from the scaler
+def test_an_optimizer_that_accepts_grad_scaler_does_not_skip_steps_itself():
+    class Capturable(torch.optim.SGD):  # like apex's, which read the overflow from the scaler
         _step_supports_amp_scaling = True
 
         def step(self, closure=None, grad_scaler=None):
@@ -91,7 +91,7 @@ def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
-def test_the_count_of_steps_of_a_parameter_without_dimensions_stays_wide(optimizer):
+def test_the_step_count_of_a_scalar_parameter_stays_float32(optimizer):
     net = nn.Linear(1, 1, bias=False)
     net.gain = nn.Parameter(torch.tensor(1.0))
     steps = optimizer(net.parameters(), lr=0.0)
@@ -105,7 +105,7 @@ def test_the_count_of_steps_of_a_parameter_without_dimensions_stays_wide(optimiz
     assert [state["step"].item() for state in steps.state.values()] == [257.0, 257.0]
 
 
-def test_a_scale_that_was_steady_for_longer_than_the_interval_grows():
+def test_the_loss_scale_grows_after_more_steps_than_the_growth_interval():
     weight = Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=5)
     scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 40})
@@ -116,7 +116,7 @@ def test_a_scale_that_was_steady_for_longer_than_the_interval_grows():
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_loop_for_torchs_scaler_gives_the_same_bits(fused, unscales):
+def test_a_loop_for_torchs_grad_scaler_gives_the_same_bits(fused, unscales):
     ends = []
     for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_a_loop_for_torchs_scaler_gives_the_same_bits(fused, unscales):
     assert ends[0][1] == ends[1][1] == 2.0**15
 
 
-def test_a_scale_of_one_is_as_torchs_scaler_that_is_not_enabled():
+def test_a_loss_scale_of_one_equals_a_disabled_grad_scaler_of_torch():
     ends = []
     for scaler in (ApexGradScaler(1.0), torch.amp.GradScaler("cpu", enabled=False)):
         weight = Parameter(torch.zeros(1))
@@ -150,7 +150,7 @@ def test_a_scale_of_one_is_as_torchs_scaler_that_is_not_enabled():
 
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("scale", ["dynamic", 8.0])
-def test_several_losses_are_scaled_at_once(scale, kind):
+def test_scale_accepts_several_losses(scale, kind):
     losses = kind([torch.ones(2), kind([torch.ones((), dtype=torch.float16)])])
     scaled = ApexGradScaler(scale).scale(losses)
     wanted = torch.amp.GradScaler("cpu", 8.0 if scale == 8.0 else 2.0**16).scale(kind([torch.ones(2), torch.ones(())]))
@@ -160,7 +160,7 @@ def test_several_losses_are_scaled_at_once(scale, kind):
 
 
 @pytest.mark.parametrize("scale", ["dynamic", 8.0])
-def test_an_optimizer_without_gradients_takes_no_part_in_the_scale(scale):
+def test_an_optimizer_without_gradients_does_not_affect_the_loss_scale(scale):
     optimizer, scaler = torch.optim.SGD([Parameter(torch.ones(1))], lr=1.0), ApexGradScaler(scale, growth_interval=1)
     before = scaler.get_scale()
     for _ in range(2):
@@ -171,8 +171,8 @@ def test_an_optimizer_without_gradients_takes_no_part_in_the_scale(scale):
 
 
 @pytest.mark.parametrize("unscales", [False, True])
-def test_a_loop_for_torchs_scaler_may_unscale_and_not_step(unscales):
-    """As loops do that look at the norm of the gradients and drop a batch."""
+def test_a_loop_for_torchs_grad_scaler_may_unscale_and_not_step(unscales):
+    """As in loops that check the norm of the gradients and skip a batch."""
     weights = []
     for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
         weight, scaler = Parameter(torch.zeros(1)), kind()
@@ -197,7 +197,7 @@ def test_a_loop_for_torchs_scaler_may_unscale_and_not_step(unscales):
     "step step", "step unscale_", "unscale_ unscale_", "unscale_ step unscale_", "unscale_ step step",
     "step update step", "step update unscale_ step", "unscale_ update unscale_ step", "unscale_ step update unscale_",
 ])  # fmt: skip
-def test_calls_out_of_order_are_refused_where_torchs_scaler_refuses_them(calls, scale, optimizer):
+def test_calls_in_the_wrong_order_raise_as_in_torchs_grad_scaler(calls, scale, optimizer):
     ends = []
     for scaler in (ApexGradScaler(scale), torch.amp.GradScaler("cpu", 8.0 if scale == 8.0 else 2.0**16)):
         weight = Parameter(torch.zeros(1))
@@ -213,8 +213,8 @@ def test_calls_out_of_order_are_refused_where_torchs_scaler_refuses_them(calls, 
     assert ends[0] == ends[1]
 
 
-def test_a_pass_after_a_step_makes_new_gradients_without_an_update():
-    """As loops do that accumulate by ``backward``, and step on one batch twice."""
+def test_a_backward_pass_after_a_step_needs_no_update_of_the_scaler():
+    """As in loops that step twice on one batch."""
     weight, scaler = Parameter(torch.zeros(1)), ApexGradScaler(8.0)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for _ in range(2):
@@ -225,7 +225,7 @@ def test_a_pass_after_a_step_makes_new_gradients_without_an_update():
     assert weight.item() == -2.0
 
 
-def test_a_scale_that_is_set_forgets_what_was_found_under_the_old_one():
+def test_setting_the_loss_scale_resets_a_found_overflow():
     for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
         weight, scaler = Parameter(torch.zeros(1)), kind()
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -238,8 +238,8 @@ def test_a_scale_that_is_set_forgets_what_was_found_under_the_old_one():
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_pass_that_fails_leaves_the_gradients_of_before(before):
-    """As out of memory does in a loop that goes on with the next batch."""
+def test_a_failed_backward_pass_keeps_the_previous_gradients(before):
+    """As after an out-of-memory error in a loop that continues with the next batch."""
 
     def fail(parameter):
         raise RuntimeError("out of memory")
@@ -261,7 +261,7 @@ def test_a_pass_that_fails_leaves_the_gradients_of_before(before):
     assert net.weight.grad.item() == 1.0 + before
 
 
-def test_the_scaler_is_pickled_without_the_run_that_it_is_in():
+def test_a_pickled_scaler_has_no_state_of_the_current_step():
     weight = Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=7, min_scale=2.0)
     arrive(scaler, optimizer, torch.full((1,), INF))
@@ -275,6 +275,6 @@ def test_the_scaler_is_pickled_without_the_run_that_it_is_in():
 @pytest.mark.parametrize(("name", "value"), [
     ("num_losses", 0), ("scale_window", 0), ("min_loss_scale", 0.0), ("cast_lists", "mine"),
 ])  # fmt: skip
-def test_initialize_refuses_what_no_scaler_or_cast_could_do(name, value):
+def test_initialize_refuses_invalid_arguments(name, value):
     with pytest.raises(AmpUsageError, match="expected"):
         init(nn.Linear(2, 1), None, "O1", **{name: value})

@@ -1,4 +1,4 @@
-"""The stages of an optimizer's gradients, and looks at gradients of any kind."""
+"""The stages of an optimizer's gradients, and overflow checks of every kind of gradient."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ MOVES = {
     ("scaled, clean, stepped", "STEPPED", False, False),
     ("scaled, overflowed", "UNSCALED", True, False),
     ("scaled, overflowed, stepped", "STEPPED", True, True),
-    ("overflowed, stepped, updated", "EMPTY", True, True),  # a schedule may ask after update
+    ("overflowed, stepped, updated", "EMPTY", True, True),  # a scheduler may ask after update
     ("overflowed, stepped, updated, scaled", "SCALED", False, False),
     ("overflowed, updated", "EMPTY", False, False),  # no step was skipped
     ("overflowed, stepped, dropped", "EMPTY", False, False),
@@ -39,7 +39,7 @@ MOVES = {
     ("overflowed, none left, pass of others", "UNSCALED", False, False),
     ("scaled, updated", "SCALED", False, False),
 ])  # fmt: skip
-def test_moves(moves, stage, overflow, skipped):
+def test_stages_of_gradients(moves, stage, overflow, skipped):
     state = GradientState()
     for move in filter(None, moves.split(", ")):
         MOVES[move](state)
@@ -54,7 +54,7 @@ def test_moves(moves, stage, overflow, skipped):
     lambda x: x, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.to_sparse,
     lambda x: torch.complex(torch.zeros_like(x), x),
 ], ids=["float32", "float16", "bfloat16", "float64", "sparse", "complex"])  # fmt: skip
-def test_a_look_at_gradients_of_any_kind_leaves_them_as_they_are(make, bad):
+def test_the_overflow_check_does_not_change_gradients(make, bad):
     grads = [make(torch.ones(3)), make(torch.tensor([1.0, bad]))]
     assert has_non_finite(grads) == (bad != 3.0)
     torch.testing.assert_close(grads, [make(torch.ones(3)), make(torch.tensor([1.0, bad]))], equal_nan=True)

@@ -1,4 +1,4 @@
-"""What stands where while a network is called at O2 and O3: buffers, weights beside the tree, inputs, outputs."""
+"""A call of a network at O2 and O3: buffers, weights outside of the module tree, inputs, outputs."""
 
 import copy
 
@@ -18,7 +18,7 @@ def level(request):
     return request.param
 
 
-# Buffers of a module without weights keep their precision
+# Buffers of modules without weights keep their precision
 
 
 def frequencies(width):
@@ -26,7 +26,7 @@ def frequencies(width):
 
 
 class Rotary(nn.Module):
-    """Computes angles when it is called, as transformers' Llama."""
+    """Computes rotary angles in each call, as in the Llama model of transformers."""
 
     def __init__(self, width, length):
         super().__init__()
@@ -49,7 +49,7 @@ class Table(nn.Module):
 
 
 class Nested(nn.Module):
-    """Reaches its buffer through modules that have no weights either."""
+    """Has its buffer in a nested module; none of the modules has weights."""
 
     def __init__(self, width, length):
         super().__init__()
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("positions", [Rotary, Table, Nested])
-def test_positions_are_exact_however_far(positions, level, dtype):
+def test_position_buffers_are_exact_for_large_positions(positions, level, dtype):
     net, x = Attention(positions), torch.randn(1, 2048, 8)
     net(x)
     wanted = net.angles.clone()
@@ -87,7 +87,7 @@ def test_positions_are_exact_however_far(positions, level, dtype):
 
 
 class WithMask(nn.Module):
-    """Holds its mask itself; its weights are its own, or below it, as in timm's Swin block."""
+    """Has a mask as a buffer. Its weights are its own or those of a child, as in timm's Swin block."""
 
     def __init__(self, below):
         super().__init__()
@@ -103,7 +103,7 @@ class WithMask(nn.Module):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("below", [True, False])
-def test_masks_of_modules_with_weights_are_half_in_a_call(below, level, dtype):
+def test_mask_buffers_of_modules_with_weights_are_half_in_a_call(below, level, dtype):
     net = WithMask(below)
     wanted = net(torch.ones(2, 3, 4))
     net, _ = initialized(nn.Sequential(net), level, dtype=dtype)
@@ -111,11 +111,11 @@ def test_masks_of_modules_with_weights_are_half_in_a_call(below, level, dtype):
     assert net[0].seen is dtype
 
 
-# Weights that are reached beside the tree
+# Weights outside of the module tree
 
 
 class Cell(nn.Module):
-    """Keeps its weights in a list, too."""
+    """Also keeps its weights in a list."""
 
     def __init__(self, kind=list):
         super().__init__()
@@ -129,7 +129,7 @@ class Cell(nn.Module):
 
 
 class TiedDecoder(nn.Module):
-    """Its decoder was handed the encoder's weight, in whatever hides it from ``named_parameters``."""
+    """Its decoder has the encoder's weight in a structure that hides it from ``named_parameters``."""
 
     def __init__(self, hide):
         super().__init__()
@@ -152,7 +152,7 @@ class TiedDecoder(nn.Module):
     lambda: TiedDecoder(lambda w: {"weight": w}), lambda: TiedDecoder(lambda w: w),
 ], ids=["list", "list of tuples", "tuple", "list of lists", "dict", "attribute"])  # fmt: skip
 @pytest.mark.parametrize("dtype", HALVES)
-def test_weights_beside_the_tree_are_cast_too(make, level, dtype):
+def test_weights_outside_of_the_module_tree_are_cast(make, level, dtype):
     torch.manual_seed(0)
     net, ends = make(), []
     hidden = {name: value for name, value in vars(net).items() if name == "all_weights"}
@@ -175,7 +175,7 @@ def test_weights_beside_the_tree_are_cast_too(make, level, dtype):
 
 
 class Rebinds(nn.Module):
-    """Gives its buffer another value in a call."""
+    """Assigns another value to its buffer in a call."""
 
     def __init__(self, value, first):
         super().__init__()
@@ -191,7 +191,7 @@ class Rebinds(nn.Module):
 @pytest.mark.parametrize("value", [
     None, torch.full((3,), 1 / 3), torch.arange(3),
 ], ids=["nothing", "float32", "integers"])  # fmt: skip
-def test_a_buffer_that_a_call_replaces_by_what_is_not_half_stays_what_it_is(value, first, level):
+def test_a_buffer_that_a_call_replaces_keeps_its_new_dtype(value, first, level):
     net, _ = initialized(nn.Sequential(Rebinds(value, first)), level)
     for _ in range(3):
         net(torch.ones(2, 4))
@@ -200,7 +200,7 @@ def test_a_buffer_that_a_call_replaces_by_what_is_not_half_stays_what_it_is(valu
     assert net[0].last is value
 
 
-def test_a_copy_made_in_a_call_has_the_weights_beside_the_tree_in_float32(level):
+def test_a_copy_made_in_a_call_has_float32_weights_outside_of_the_module_tree(level):
     class Copying(Cell):
         def forward(self, x):
             vars(self)["twin"] = copy.deepcopy(self)
@@ -214,7 +214,7 @@ def test_a_copy_made_in_a_call_has_the_weights_beside_the_tree_in_float32(level)
     amp.shutdown()
 
 
-# What enters and leaves
+# Inputs and outputs
 
 
 class Normalize(nn.Module):
@@ -228,7 +228,7 @@ class Normalize(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """Hands its input on through a module between, or in a structure."""
+    """Passes its input to the kept module through another module, or in a structure."""
 
     def __init__(self, norm, how):
         super().__init__()
@@ -243,7 +243,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("how", ["plain", "dict", "keyword", "sequence", "computed"])
-def test_a_kept_module_is_given_the_very_input(how, level, dtype):
+def test_a_kept_module_gets_its_input_unrounded(how, level, dtype):
     norm, x = Normalize(), 1000 + 5 * torch.randn(64, 4)
     net = Wrapped(nn.Sequential(nn.Identity(), norm) if how == "sequence" else norm, how)
     net, _ = initialized(net, level, dtype=dtype, keep_fp32_modules=[Normalize])
@@ -253,7 +253,7 @@ def test_a_kept_module_is_given_the_very_input(how, level, dtype):
     torch.testing.assert_close(out, (exact - 1000) / 5, rtol=0.01, atol=0.01)
 
 
-def test_what_a_kept_module_returns_leaves_the_network_unrounded(level):
+def test_the_output_of_a_kept_module_is_not_rounded(level):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -274,7 +274,7 @@ def test_what_a_kept_module_returns_leaves_the_network_unrounded(level):
 
 
 @pytest.mark.parametrize("asked", [None, torch.float32])
-def test_float64_outputs_stay_float64_unless_a_dtype_is_asked_for(asked, level):
+def test_float64_outputs_stay_float64_unless_a_dtype_is_requested(asked, level):
     class Net(nn.Linear):
         def forward(self, x):
             out = super().forward(x)
@@ -285,7 +285,7 @@ def test_float64_outputs_stay_float64_unless_a_dtype_is_asked_for(asked, level):
     assert dtypes == [torch.float32, torch.float32 if asked else torch.float64, torch.int64]
 
 
-# Losses inside of a network
+# Losses within a network
 
 
 class WithLoss(nn.Module):
@@ -325,7 +325,7 @@ STRUCTURES = {
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_network_that_computes_its_loss_in_half_is_named_once(structure, level, dtype):
+def test_a_network_that_computes_its_loss_in_half_warns_once(structure, level, dtype):
     net = WithLoss(lambda *args: nn.functional.cross_entropy(*args), STRUCTURES[structure])
     net, optimizer = initialized(net, level, dtype=dtype)
     with pytest.warns(TurboWarning, match=r"WithLoss returns a scalar.*outside the network.*keep_fp32_modules"):
@@ -340,7 +340,7 @@ def test_a_network_that_computes_its_loss_in_half_is_named_once(structure, level
 
 @pytest.mark.parametrize("frozen", HALVES)
 @pytest.mark.parametrize("used", ["O0", "O1", "O2", "O3"])
-def test_a_frozen_half_encoder_is_let_be(used, frozen):
+def test_a_frozen_half_encoder_is_not_changed(used, frozen):
     class Diffusion(nn.Module):
         def __init__(self):
             super().__init__()
@@ -364,7 +364,7 @@ def test_a_frozen_half_encoder_is_let_be(used, frozen):
         backward((net.net(net.latent(torch.ones(3, 4)).float()).float() - 1).square().mean(), optimizer)
         optimizer.step()
     frozen_names = [name for name in before if name.startswith(("encoder", "scale"))]
-    for _ in range(2):  # in the run, and after it
+    for _ in range(2):  # during the run, and after it
         state = net.state_dict()
         for name in frozen_names:
             assert torch.equal(state[name], before[name])

@@ -1,4 +1,4 @@
-"""Who sees the half copies of a call, and who does not: torch.func, hooks, exports, sums, sparse gradients, RNNs."""
+"""Half copies of weights in a call, with torch.func, hooks, exports, buffers, sparse gradients and RNNs."""
 
 import copy
 
@@ -18,7 +18,7 @@ from tests.amp.loops import initialized
 from tests.integration.regression import Regression, apart, fit, flat, layers
 from tests.trainers import quiet_trainer
 
-# Weights that are no parameters
+# Weights that are not parameters
 
 
 def gradients_at_moved_weights(net, x):
@@ -40,17 +40,17 @@ def outputs_of_an_ensemble(net, x):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("what", [gradients_at_moved_weights, gradients_of_samples, outputs_of_an_ensemble])
-def test_weights_of_torch_func_are_cast_with_their_graph(what, level):
+def test_weights_of_torch_func_are_cast_with_gradients(what, level):
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
     wanted = what(layers(), x)
     net, _ = initialized(layers(), level)
     torch.testing.assert_close(what(net, x), wanted, rtol=0.1, atol=0.1 * float(wanted.detach().abs().max()))
 
 
-# What user code finds in a backward pass
+# User code in a backward pass
 
 
-def test_hooks_and_overrides_find_the_parameters_in_a_backward_pass():
+def test_hooks_and_overrides_see_the_float32_parameters_in_a_backward_pass():
     seen = []
 
     class Looking(Regression):
@@ -77,7 +77,7 @@ def test_hooks_and_overrides_find_the_parameters_in_a_backward_pass():
 
 
 class Blocks(nn.Module):
-    """Calls parts again in the backward pass: a module, a function of two modules, or all of itself."""
+    """Uses activation checkpointing for a module, a function of two modules, or the whole network."""
 
     def __init__(self, way, reentrant):
         super().__init__()
@@ -105,7 +105,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("way", ["module", "function", "whole"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_what_runs_again_gives_what_it_gave(level, way, reentrant, kept):
+def test_checkpointing_recomputes_the_same_dtypes(level, way, reentrant, kept):
     class Repeating(Regression):
         def loss(self, batch):
             x = batch[0].clone().requires_grad_()
@@ -122,11 +122,11 @@ def test_what_runs_again_gives_what_it_gave(level, way, reentrant, kept):
 
     module, wanted = fit(make(), ApexAMP(level, keep_fp32_modules=kept)), fit(make())
     assert apart(module, wanted, make()) < (0.06 if level == "O2" else 0.2)
-    assert len(module.net.dtypes) > 24  # it did run again
+    assert len(module.net.dtypes) > 24  # it was recomputed
     assert set(module.net.dtypes) == {(torch.float32,) * 2 if kept else (torch.bfloat16,) * 2}
 
 
-# What is exported in mid-run
+# Exports during a run
 
 
 EXPORTS = {
@@ -152,7 +152,7 @@ class Exporting(Callback):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_network_is_exported_in_mid_run(level):
+def test_a_network_can_be_exported_during_a_run(level):
     class Forwarding(Regression):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.net(x)
@@ -169,7 +169,7 @@ def test_a_network_is_exported_in_mid_run(level):
     assert "__prepare_scriptable__" not in vars(module.net)
 
 
-# Sums
+# Accumulation in buffers
 
 
 class Counting(nn.Module):
@@ -191,7 +191,7 @@ class Counting(nn.Module):
 
 
 class MakesAverage(nn.Module):
-    """Makes its buffer in its first call, of what it is given."""
+    """Creates its buffer in its first call from its input."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ class MakesAverage(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_buffer_that_a_call_makes_is_float32_and_adds_up(level):
+def test_a_buffer_created_in_a_call_is_float32_and_accumulates_exactly(level):
     net = nn.Sequential(nn.Linear(4, 2), MakesAverage())
     with torch.no_grad():
         net[0].weight.zero_()
@@ -222,7 +222,7 @@ def test_a_buffer_that_a_call_makes_is_float32_and_adds_up(level):
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("alone", [True, False])
-def test_sums_in_buffers_stay_exact(replaces, alone):
+def test_buffers_accumulate_exactly(replaces, alone):
     net = nn.Sequential(Counting(replaces), nn.Linear(4, 2)) if alone else Counting(replaces, nn.Linear(4, 2))
     part = net[0] if alone else net
     initialized(net, **({} if alone else {"keep_fp32_modules": [Counting]}))
@@ -237,7 +237,7 @@ def test_sums_in_buffers_stay_exact(replaces, alone):
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_module_with_others_below_it_that_writes_to_a_buffer_is_named(replaces):
+def test_a_module_with_children_that_writes_to_a_buffer_warns(replaces):
     net = Counting(replaces, nn.Linear(4, 2))
     initialized(net)
     for _ in range(2):
@@ -288,15 +288,15 @@ def test_sparse_gradients_stay_sparse(kind, level):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_network_flattens_once_a_step(kind):
+def test_a_recurrent_network_flattens_its_parameters_once_per_step(kind):
     flattened = []
 
-    class Noted(kind):
+    class CountingRNN(kind):
         def flatten_parameters(self):
             flattened.append(len(self._flat_weights))
             super().flatten_parameters()
 
-    net = Noted(4, 4)
+    net = CountingRNN(4, 4)
     net, optimizer = initialized(net)
     flattened.clear()
     for step in range(3):
@@ -307,7 +307,7 @@ def test_a_recurrent_network_flattens_once_a_step(kind):
     assert all(weight.dtype is torch.float32 for weight in net._flat_weights)
 
 
-# How much is done
+# Number of operations
 
 
 class Residual(nn.Module):
@@ -323,7 +323,7 @@ class Residual(nn.Module):
 
 
 class Counted(pl.LightningModule):
-    """A network as ResNet-50 has it: 53 convolutions, each with its batch norm, and a linear layer."""
+    """A network with the layers of ResNet-50: 53 convolutions, each with a batch norm, and a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -364,7 +364,7 @@ def operations(*plugins):
     return module.operations[-1]
 
 
-def test_a_step_takes_no_more_operations_than_stock():
+def test_a_step_runs_no_more_operations_than_lightnings_mixed_precision():
     stock = operations(MixedPrecision("bf16-mixed", "cpu"))
     assert stock > 300
     scaled = operations(MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", 1024.0)))

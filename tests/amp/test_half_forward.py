@@ -1,4 +1,4 @@
-"""What surrounds a training, at every level: each row trains as float32 does, and leaves nothing behind."""
+"""Networks, callbacks and loops at every level: each row trains as float32 does and leaves nothing behind."""
 
 import copy
 import functools
@@ -16,15 +16,15 @@ from lightning_turbo.amp.half_forward import HalfForward
 from lightning_turbo.errors import AmpUsageError
 from tests.integration.regression import LEVELS, Regression, apart, batches, fit, flat, layers
 
-# torch's compiler looks at it.
+# torch's compiler reads it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-# Rows: what makes a module, what makes callbacks, and the Trainer's arguments.
+# Rows: functions that create a module and callbacks, and arguments of the Trainer.
 
 
 def with_modules(change):
-    """Rows whose network is another one."""
+    """Return a function that creates the module with a changed network."""
 
     def make():
         module = Regression()
@@ -69,7 +69,7 @@ def pruned():
 
 
 class Toggling(Regression):
-    """Two optimizers in turn; the other one's weights need no gradient meanwhile."""
+    """Two alternating optimizers. The weights of the other one need no gradient meanwhile."""
 
     automatic_optimization = False
 
@@ -88,7 +88,7 @@ class Toggling(Regression):
 
 
 class AllRepeated(Regression):
-    """The whole network is called without gradients first, and again in the backward pass."""
+    """Uses activation checkpointing for the whole network."""
 
     def training_step(self, batch, index):
         features, target = batch
@@ -105,7 +105,7 @@ class DoubleBackward(Regression):
 
 
 class Demanding(torch.optim.SGD):
-    """Cannot step without its closure, and returns what that gave."""
+    """Requires a closure and returns its result."""
 
     def step(self, closure):
         loss = closure()
@@ -133,7 +133,7 @@ class Copying(Callback):
             twin = copy.deepcopy(module.net)
             assert torch.equal(flat(twin), flat(module.net))
             assert {p.dtype for p in twin.parameters()} == {torch.float32}
-            with torch.autocast("cpu", enabled=False):  # O3's steps run under it
+            with torch.autocast("cpu", enabled=False):  # the steps of O3 run within it
                 assert torch.equal(twin(batch[0]), plain_of(twin)(batch[0]))
 
     def teardown(self, trainer, module, stage):
@@ -142,7 +142,7 @@ class Copying(Callback):
 
 
 class Momentum(Regression):
-    """A second network follows the first one by .data, and is called in each step."""
+    """A second network follows the first one through ``.data`` and is called in each step."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ def in_float32(row):
     return fit(make(), callbacks=callbacks(), **settings)
 
 
-# Float16 comes with a loss scale. What surrounds a training meets hooks and copies at O2 and O3 alone.
+# float16 comes with a loss scale. Only O2 and O3 have hooks and half copies.
 CASES = [
     *(("plain", level, torch.bfloat16) for level in LEVELS),
     *(("plain", level, torch.float16) for level in ("O1", "O2")),
@@ -200,7 +200,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("row", "level", "dtype"), CASES)
-def test_it_trains_as_float32_does_and_leaves_nothing(row, level, dtype):
+def test_each_kind_of_network_and_loop_trains_as_float32_does(row, level, dtype):
     make, callbacks, settings = ROWS[row]
     wanted, module = in_float32(row), make()
     hooks = hooks_of(module)
@@ -221,7 +221,7 @@ def hooks_of(module):
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-def test_a_run_that_fails_leaves_nothing(level):
+def test_a_failed_run_leaves_nothing_behind(level):
     class Failing(Regression):
         def training_step(self, batch, index):
             def fail(*_):
@@ -262,11 +262,11 @@ def test_a_plain_loop_survives_a_keyboard_interrupt_in_a_call(level, goes_on):
         with amp.scale_loss(nn.functional.mse_loss(net(x).float(), y), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-    elif goes_on == "loads":  # as a script does that goes back to its best weights
+    elif goes_on == "loads":  # as in a script that restores its best weights
         net.load_state_dict({name: torch.full_like(value, 1 / 3) for name, value in state.items()})
         third = torch.tensor(1 / 3)
         assert net.state_dict()["0.weight"][0, 0] == (third if level == "O2" else third.bfloat16().float())
-    else:  # as a script does that saves what it has
+    else:  # as in a script that saves its weights
         assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     assert {p.dtype for p in net.parameters()} == dtypes
     assert net(x).dtype is torch.float32
@@ -290,7 +290,7 @@ def test_no_half_copy_outlives_its_backward_pass(make):
     amp.shutdown()
 
 
-def test_the_trainer_keeps_a_module_in_float32():
+def test_keep_fp32_modules_in_a_trainer():
     module = fit(Regression(), ApexAMP("O2", keep_fp32_modules=["net"]))
     assert torch.equal(flat(module), flat(fit(Regression())))
     with pytest.raises(AmpUsageError, match="keep_fp32_modules: expected a name"):
@@ -311,7 +311,7 @@ def test_an_error_in_half_precision_says_what_to_do():
 @pytest.mark.parametrize(
     ("said", "advised"), [("expected scalar type Half but found Float", True), ("no space", False)]
 )
-def test_only_errors_about_dtypes_get_advice(said, advised):
+def test_only_dtype_errors_get_advice(said, advised):
     forward = HalfForward(torch.float16, None, keep_batchnorm_fp32=True)
     with pytest.raises(RuntimeError) as error, forward.forward_context():
         raise RuntimeError(said)
@@ -320,7 +320,7 @@ def test_only_errors_about_dtypes_get_advice(said, advised):
     assert ("keep_fp32_modules" in "".join(advice)) is advised
 
 
-def test_a_weight_that_a_module_changes_in_its_call_keeps_the_change():
+def test_changes_to_a_weight_within_a_call_are_kept():
     class Clipping(nn.Linear):
         def forward(self, x):
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a step finds at O3, whose weights are half outside of calls too, beside O2."""
+"""Weights in the training step at O3, which are half outside of calls too, compared with O2."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ from tests.integration.regression import Regression, apart, fit
 
 
 class Own(Regression):
-    """Its step uses a weight of its own, calls forward by its name, or through a wrapper."""
+    """Its step uses its own weight, calls ``forward`` directly, or calls the network through a wrapper."""
 
     def __init__(self, way):
         super().__init__()
@@ -42,7 +42,7 @@ def test_a_step_uses_weights_outside_of_calls(way, level):
 
 @pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.Bilinear(4, 4, 4)])
-def test_at_o3_a_layer_that_autocast_leaves_alone_is_called_and_not_its_forward(layer, by_name):
+def test_at_o3_a_layer_that_autocast_does_not_cast_must_be_called(layer, by_name):
     class Model(Regression):
         def loss(self, batch):
             run = self.net[0].forward if by_name else self.net[0]
@@ -56,7 +56,7 @@ def test_at_o3_a_layer_that_autocast_leaves_alone_is_called_and_not_its_forward(
 
 
 class Kept(nn.Module):
-    """Notes in what it computes; calls another module, or itself."""
+    """Records the dtype that it computes in. Calls another module, or itself."""
 
     def __init__(self, below=None):
         super().__init__()
@@ -71,7 +71,7 @@ class Kept(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_what_a_step_calls_computes_as_the_level_says(level, dtype):
+def test_modules_called_in_a_step_compute_in_the_dtype_of_the_level(level, dtype):
     class Model(Regression):
         def __init__(self):
             super().__init__()
@@ -83,7 +83,7 @@ def test_what_a_step_calls_computes_as_the_level_says(level, dtype):
                 self.kept(batch[0][:, :3])
             hidden = self.cast(self.kept(batch[0], again=2))
             self.seen.add((hidden @ hidden.T).dtype)
-            twin = copy.deepcopy(self.kept)  # a float32 network, as others that a step makes
+            twin = copy.deepcopy(self.kept)  # a float32 network, like others that a step creates
             twin.seen.clear()
             out = self.net(hidden + twin(hidden).detach())
             assert twin.seen == {dtype if level == "O3" else torch.float32}
@@ -92,14 +92,14 @@ def test_what_a_step_calls_computes_as_the_level_says(level, dtype):
     module = fit(Model(), ApexAMP(level, dtype=dtype, loss_scale=1.0, keep_fp32_modules=["kept"]))
     assert module.kept.seen == module.kept.below.seen == {torch.float32}
     assert module.cast.seen == {dtype}
-    # At O3 weights are half in the step too, which so computes in half, as under bf16-true; its losses are float32.
+    # At O3 weights are half in the step too, so it computes in half, as with bf16-true. Its losses are float32.
     assert module.seen == {dtype if level == "O3" else torch.float32}
     assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("keep", [["net.last"], ["net.first", "net.last"], [nn.Embedding]])
-def test_a_module_is_kept_that_shares_its_weight(keep, level):
+def test_a_kept_module_may_share_its_weight(keep, level):
     class Language(nn.Module):
         def __init__(self):
             super().__init__()
@@ -160,7 +160,7 @@ class Fused(Regression):
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_a_fused_sgd_that_leaves_half_weights_as_they_are_is_refused(moves, monkeypatch):
+def test_a_fused_sgd_that_does_not_update_half_weights_is_refused(moves, monkeypatch):
     monkeypatch.setattr(half_weights, "_moves_half_weights", lambda: moves)
     net, said = nn.Linear(4, 2), r"O3: expected an SGD that updates half weights.*Leave out fused=True, or use O2"
     for level in ("O2", "O3"):
@@ -172,7 +172,7 @@ def test_a_fused_sgd_that_leaves_half_weights_as_they_are_is_refused(moves, monk
         assert {p.dtype for p in (*net.parameters(), *module.parameters())} == {torch.float32}
 
 
-def test_whether_a_fused_sgd_moves_half_weights_is_tried():
+def test_a_trial_step_shows_whether_a_fused_sgd_updates_half_weights():
     weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=1.0, fused=True).step()

@@ -1,4 +1,4 @@
-"""Modules that compute in float32 at O2 and O3 without being asked: known kinds that half precision breaks."""
+"""Modules that compute in float32 at O2 and O3 by default, because half precision breaks them."""
 
 import pytest
 import torch
@@ -48,14 +48,14 @@ def test_a_parametrized_weight_trains_as_in_float32(kind, level, dtype):
         torch.testing.assert_close(weight @ weight.T, torch.eye(8), rtol=1e-4, atol=1e-4)
 
 
-def test_modules_of_other_packages_are_known_by_name():
+def test_modules_of_other_packages_are_recognized_by_name():
     for package, name in (("monai.networks.blocks.warp", "Warp"), ("timm.layers.blur_pool", "BlurPool2d")):
         assert needs_float32(type(name, (nn.Module,), {"__module__": package})())
         assert not needs_float32(type(name, (nn.Module,), {"__module__": "mine"})())
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_displacement_is_added_to_whole_positions_in_float32(level):
+def test_displacement_fields_are_added_to_positions_in_float32(level):
     monai = pytest.importorskip("monai.networks.blocks.warp")
 
     class Registration(nn.Module):

@@ -1,4 +1,4 @@
-"""What each level says, and which overrides it takes."""
+"""The properties of each level, and its overrides."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_properties_of_a_level(level, weights, patches, norms, masters, scale, d
     ("O2", {"cast_model_outputs": HALF}, "cast_model_outputs", HALF),
     ("O2", {"cast_model_type": torch.float32}, "cast_model_type", torch.float32),
 ])  # fmt: skip
-def test_an_override_is_read(level, override, name, value):
+def test_an_override_of_a_level_is_accepted(level, override, name, value):
     assert getattr(resolve(level, dtype=HALF, **override), name) == value
 
 
@@ -55,12 +55,12 @@ def test_an_override_is_read(level, override, name, value):
     ("O2", {"cast_model_outputs": "fp7"}, TypeError, "cast_model_outputs: expected a torch dtype"),
     ("O3", {"patch_torch_functions": True}, ValueError, "only O1 casts around functions"),
 ])  # fmt: skip
-def test_an_override_is_refused_in_words(level, override, error, text):
+def test_an_invalid_override_is_refused_with_an_explanation(level, override, error, text):
     with pytest.raises(error) as caught:
         resolve(level, dtype=HALF, **override)
     assert text in str(caught.value)
 
 
-def test_half_is_float16_on_cuda_alone():
+def test_the_half_dtype_is_float16_only_on_cuda():
     assert [half_dtype_for(device) for device in ("cuda", "cpu", "mps")] == [HALF, BRAIN, BRAIN]
     assert [*LEVELS] == ["O0", "O1", "O2", "O3"]

@@ -1,4 +1,4 @@
-"""What differs on MPS, where no Mac is at hand: tensors of that device without numbers, and what its kernels refuse."""
+"""Differences on MPS, tested without a Mac: with fake tensors of that device and the limits of its kernels."""
 
 import types
 
@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_leaves
 from lightning_turbo import ApexAMP, ApexGradScaler
 
 HALVES = (torch.float16, torch.bfloat16)
-MAKES_NONE = pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 makes no such tensors")
+MAKES_NONE = pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 cannot create these")
 ASKS_MACOS = pytest.mark.skipif(
-    not hasattr(torch.backends, "fp32_precision"), reason="before torch 2.9, autocast asks which macOS this is"
+    not hasattr(torch.backends, "fp32_precision"), reason="before torch 2.9, autocast checks the version of macOS"
 )
 
 
 class AsOnAMac(TorchDispatchMode):
-    """MPS has no float64, and its check of gradients must not get half ones."""
+    """MPS has no float64, and its overflow check must not get half gradients."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -34,7 +34,7 @@ class AsOnAMac(TorchDispatchMode):
 @MAKES_NONE
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_are_unscaled_and_the_host_decides_on_a_skip(dtype, fused):
+def test_gradients_on_mps_are_unscaled_and_the_host_decides_on_a_skip(dtype, fused):
     with FakeTensorMode(), AsOnAMac(), torch.no_grad():
         weight = nn.Parameter(torch.ones(2, device="mps", dtype=dtype))
         optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
@@ -43,12 +43,12 @@ def test_gradients_are_unscaled_and_the_host_decides_on_a_skip(dtype, fused):
         weight.grad = torch.ones_like(weight)
         scaler.unscale_(optimizer)
         scaler.update()
-        with pytest.raises(DataDependentOutputException):  # a tensor without numbers cannot say whether to skip
+        with pytest.raises(DataDependentOutputException):  # a tensor without data cannot decide whether to skip
             scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=ASKS_MACOS), "O2", pytest.param("O3", marks=ASKS_MACOS)])
-def test_a_level_casts_as_autocast_does_there_and_needs_no_scale(level):
+def test_levels_on_mps_cast_as_autocast_and_need_no_loss_scale(level):
     module, plugin = pl.LightningModule(), ApexAMP(level)
     module.net = nn.Linear(2, 2)
     module.trainer = types.SimpleNamespace(strategy=types.SimpleNamespace(root_device=torch.device("mps")))

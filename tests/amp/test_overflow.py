@@ -1,4 +1,4 @@
-"""An overflow in any loop, at any level, under any optimizer: the scale halves, as if the batch had not been there."""
+"""An overflow in any loop, at any level, with any optimizer: the scale is halved, and the batch has no other effect."""
 
 import copy
 import functools
@@ -28,14 +28,14 @@ OPTIMIZERS = {
 
 
 def loss_of(model, number, of=1):
-    """The loss of a step, or of a part of it; so small that no gradient but infinite ones overflows at 65536."""
+    """Return the loss of a step or a part of it, so small that only infinite gradients overflow at a scale of 65536."""
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
     loss = (model(inputs).float() - inputs.sum(1, True)).square().mean() * 0.01 / of
     return loss * INF if number in OVERFLOWS else loss
 
 
 class Record(list):
-    """What there is before the first step, and after each: weights, the optimizer's state, the scale."""
+    """The weights, the optimizer state and the scale before the first step and after each step."""
 
     def add(self, model, optimizer, scale):
         self.append((weights(model), copy.deepcopy(optimizer.state_dict()["state"]), scale))
@@ -58,13 +58,13 @@ def by_amp(make, level, steps, window=1):
         for part in range(window):
             backward(loss_of(model, number, window), optimizer, delay_unscale=part < window - 1)
         optimizer.step()
-        scheduler.step()  # torch would warn of a forgotten optimizer.step(), and warnings are errors here
+        scheduler.step()  # torch would warn about a missing optimizer.step(), and warnings are errors here
         record.add(model, optimizer, amp.state_dict()["loss_scaler0"]["loss_scale"])
     return record
 
 
-def by_amp_and_a_look_at_the_norm(make, level, steps, window=1):
-    """As many loops do: gradients that are not finite are dropped, and there is no step."""
+def by_amp_with_a_norm_check(make, level, steps, window=1):
+    """A common loop: it checks the norm, drops gradients that are not finite, and skips the step."""
     record = Record()
     model, optimizer = initialized(make, level, record)
     for number in steps:
@@ -79,7 +79,7 @@ def by_amp_and_a_look_at_the_norm(make, level, steps, window=1):
 
 
 def by_the_scaler(make, level, steps, unscales=False):
-    """A loop for torch's scaler."""
+    """A loop written for torch's GradScaler."""
     model, scaler, record = net(), ApexGradScaler(), Record()
     optimizer = make(model.parameters())
     record.add(model, optimizer, scaler.get_scale())
@@ -143,8 +143,8 @@ def by_trainer(make, level, steps, module=Module, window=1):
 LOOPS = {
     "amp": by_amp,
     "amp, windows": functools.partial(by_amp, window=2),
-    "amp, dropped by the loop": by_amp_and_a_look_at_the_norm,
-    "amp, windows dropped by the loop": functools.partial(by_amp_and_a_look_at_the_norm, window=2),
+    "amp, dropped by the loop": by_amp_with_a_norm_check,
+    "amp, windows dropped by the loop": functools.partial(by_amp_with_a_norm_check, window=2),
     "scaler": by_the_scaler,
     "scaler, unscale_": functools.partial(by_the_scaler, unscales=True),
     "Trainer": by_trainer,
@@ -171,7 +171,7 @@ def test_a_skipped_step_halves_the_loss_scale_and_advances_no_scheduler_or_weigh
         expected /= 1 + skips
         assert after[2] == expected
         assert same(before[0], after[0]) is skips
-        if skips and before[1]:  # fused Adam makes its state although it skips
+        if skips and before[1]:  # fused Adam creates its state although it skips
             torch.testing.assert_close(after[1], before[1], rtol=0.0, atol=0.0)
     without = run(make, level, [number for number in range(5) if number not in OVERFLOWS])
     rough = {"rtol": 0.02, "atol": 0.01} if level == "O3" else {"rtol": 2e-3, "atol": 1e-4}  # by another scale
@@ -182,10 +182,10 @@ def test_a_skipped_step_halves_the_loss_scale_and_advances_no_scheduler_or_weigh
 @pytest.mark.parametrize(("passes", "moves", "scales"), [
     ([((INF, 1e-3), (0, 1), 0)], [False, False], [15, 16, 16]),
     ([((0.0, 1e-3), (0, 1), 0), ((INF, 0.0), (0, 1), 0)], [False, True], [15, 16, 16]),
-    ([((INF, 0.0), (0,), 0), ((1e-3, 0.0), (0,), 1), ((0.0, 1e-3), (1,), 2)], [False, True], [15, 16, 16]),  # a GAN's
+    ([((INF, 0.0), (0,), 0), ((1e-3, 0.0), (0,), 1), ((0.0, 1e-3), (1,), 2)], [False, True], [15, 16, 16]),  # a GAN
 ], ids=["of both", "of one", "of one among three losses"])  # fmt: skip
-def test_an_overflow_skips_one_step_of_the_optimizers_whose_gradients_it_made(level, passes, moves, scales):
-    """Each pass has factors of two networks' losses, the optimizers that it is for, and its loss's number."""
+def test_an_overflow_skips_one_step_of_the_optimizers_of_its_backward_pass(level, passes, moves, scales):
+    """Each pass has factors for the losses of two networks, its optimizers, and its loss_id."""
     models = net(seed=1), net(seed=2)
     optimizers = [sgd(model) for model in models]
     init(list(models), optimizers, level, num_losses=3, loss_scale="dynamic")
@@ -203,7 +203,7 @@ def test_an_overflow_skips_one_step_of_the_optimizers_whose_gradients_it_made(le
 
 
 @pytest.mark.parametrize("verbosity", [0, 1])
-def test_an_overflow_is_logged_and_a_scale_of_zero_ends_the_run(verbosity, caplog):
+def test_an_overflow_is_logged_and_a_loss_scale_of_zero_is_an_error(verbosity, caplog):
     model, optimizer = ready("O1", verbosity=verbosity)
     loss = functools.partial(loss_of, model)
     with caplog.at_level(logging.WARNING, logger="lightning_turbo.amp"):

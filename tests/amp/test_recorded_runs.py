@@ -1,4 +1,4 @@
-"""Every training case recorded from the real apex, bit for bit, and again as a loop written by hand."""
+"""Every training case recorded with NVIDIA's apex, bit for bit, and again as a handwritten loop."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.amp.recorded_worker import PLAIN_CASES, run_apart
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 BITWISE = ("out0", "grad0", "p1", "final_stored", "final_buf", "master", "eval_out")
 
-# A bias in front of batch norm has no exact gradient; Adam turns its rounding noise into whole steps.
+# The exact gradient of a bias before batch norm is zero. Adam makes full steps from its rounding noise.
 BEFORE_NORM = {"convbn": ("3.bias",), "conv3d": ("0.bias",)}
 
 
@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
 
 
 def as_stored(ours, theirs):
-    """At O2 a parameter is float32 outside of calls: its half is compared with what apex stored."""
+    """Round the parameters of O2, which are float32 outside of calls, to the half dtype that apex stored."""
     ours, theirs = torch.as_tensor(ours), np.asarray(theirs)
     half = theirs.dtype == np.float16 and ours.dtype is torch.float32
     return (ours.half() if half else ours).numpy()
@@ -33,12 +33,12 @@ def same_bits(ours, theirs):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_recorded_run_is_repeated(case, runs):
+def test_a_recorded_run_of_apex_is_reproduced(case, runs):
     row, ours = CASES[case], runs["ours"][case]
     arrays, masters = recorded_arrays(row), row["opt_level"] == "O2"
     ours = {name: as_stored(value, arrays[name]) if name in arrays else value for name, value in ours.items()}
 
-    # Discrete traces hold on any machine.
+    # Discrete values are the same on any machine.
     for name in ("scale", "scale_after", "unskipped_after"):
         np.testing.assert_array_equal(ours[name].reshape(arrays[name].shape), arrays[name], err_msg=name)
     skipped = arrays["skipped"].astype(bool)
@@ -46,7 +46,7 @@ def test_a_recorded_run_is_repeated(case, runs):
     assert not ours["max_abs_change_master"][skipped].any()
     assert ours["amp_state_dict"] == row["amp_state_dict"]
     dtypes = row["dtypes"]
-    wide = {name: dtype and "float32" for name, dtype in dtypes["master_grads"].items()}  # frozen weights too
+    wide = {name: dtype and "float32" for name, dtype in dtypes["master_grads"].items()}  # including frozen weights
     assert ours["dtypes_master_grads"] == (wide if masters else dtypes["master_grads"])
     assert ours["master_params"] == (dict.fromkeys(wide, "float32") if masters else dtypes["master_params"])
     for name in ("state_dict", "params", "output", "optimizer_state"):
@@ -55,11 +55,11 @@ def test_a_recorded_run_is_repeated(case, runs):
 
     limits = dict(row["tolerance"])
     if (case, OLD_TORCH) == ("static128_convbn_sgd_O2", True):
-        limits["loss_rel"] = 3 * 0.01101  # three times what the hand-written loop deviates there, as README.md counts
+        limits["loss_rel"] = 3 * 0.01101  # three times the deviation of the handwritten loop, see README.md
     for name, limit in limits.items():
         assert deviation(name, row, arrays, ours) <= limit, name
 
-    # On a CPU that rounds as the recording one did, nothing deviates at all.
+    # A CPU that rounds like that of the recording gives the same bits.
     plain = runs["plain"]
     if all(np.array_equal(plain[name]["loss"], recorded_arrays(CASES[name])["loss"]) for name in PLAIN_CASES):
         for name, value in arrays.items():
@@ -71,7 +71,7 @@ def test_a_recorded_run_is_repeated(case, runs):
 @pytest.mark.parametrize(
     "case", [name for name, row in CASES.items() if row["opt_level"] in ("O2", "O3") and not row["clip_max_norm"]]
 )
-def test_a_hand_written_loop_gives_the_same_bits(case, runs):
+def test_a_handwritten_loop_gives_the_same_bits(case, runs):
     ours, (losses, weights, held) = runs["ours"][case], runs["naive"][case]
     np.testing.assert_array_equal(ours["loss"], np.asarray(losses))
     for name, weight in weights.items():
@@ -81,13 +81,13 @@ def test_a_hand_written_loop_gives_the_same_bits(case, runs):
 
 
 def together(arrays, head, leave_out=()):
-    """All arrays under a heading as one long float64 vector."""
+    """Return all arrays whose names start with ``head`` as one float64 vector."""
     names = sorted(n for n in arrays if n.startswith(head + "/") and n.split("/", 1)[1] not in leave_out)
     return names, lambda source: np.concatenate([np.asarray(source[n], dtype=np.float64).ravel() for n in names])
 
 
 def finite(ours, theirs):
-    """What is finite in both, at the same places."""
+    """Return the values that are finite in both."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     where = np.isfinite(theirs)
     assert np.array_equal(np.isfinite(ours), where)

@@ -1,4 +1,4 @@
-"""Functions that a program puts on O1's lists, by registering or decorating them."""
+"""Functions that a program adds to the cast lists of O1 by registering or decorating them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ NARROW, WIDE, MATRIX = torch.ones(2, dtype=torch.float16), torch.ones(2), torch.
     ("float", nn.functional, "linear", [WIDE, MATRIX], torch.float32),  # though autocast would cast it below
     ("half", torch, "exp", [WIDE], torch.float16),
 ])  # fmt: skip
-def test_a_registered_function_of_torch_is_put_on_the_list(kind, home, name, args, dtype):
+def test_a_registered_function_of_torch_is_added_to_the_cast_list(kind, home, name, args, dtype):
     function = getattr(home, name)
     before = function(*args).dtype
     getattr(amp, f"register_{kind}_function")(home, name)
@@ -32,7 +32,7 @@ def test_a_registered_function_of_torch_is_put_on_the_list(kind, home, name, arg
     assert function(*args).dtype is before
 
 
-def test_a_registered_function_elsewhere_is_wrapped_once_while_O1_is_on():
+def test_a_registered_function_of_another_module_is_wrapped_once_during_O1():
     class Space:
         @staticmethod
         def f(x):
@@ -45,7 +45,7 @@ def test_a_registered_function_elsewhere_is_wrapped_once_while_O1_is_on():
     original = Space.f
     amp.register_promote_function(Space, "pair")
     amp.register_float_function(Space, "f")
-    amp.register_half_function(Space, "f")  # the last word counts
+    amp.register_half_function(Space, "f")  # the last registration counts
     for level, dtype in (("O1", torch.float16), ("O2", torch.float32), ("O1", torch.float16)):
         init(net(), None, level)
         assert Space.f(torch.ones(2)) is dtype
@@ -77,7 +77,7 @@ class MoreKernels(Kernels):
 
 @pytest.mark.parametrize("cls", [Kernels, MoreKernels])
 @pytest.mark.parametrize(("name", "result"), [("doubled", 2.0), ("of_class", 2.0), ("of_object", 3.0)])
-def test_functions_of_a_class_are_registered_as_what_they_are(cls, name, result):
+def test_registered_static_and_class_methods_keep_their_kind(cls, name, result):
     before = dict(vars(cls))
     amp.register_float_function(cls, name)
     amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
@@ -90,7 +90,7 @@ def test_functions_of_a_class_are_registered_as_what_they_are(cls, name, result)
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
+def test_the_cast_functions_of_apex_work_within_a_module(dtype):
     seen = []
     in_half, in_float = (decorate(lambda x: x.dtype) for decorate in (amp.half_function, amp.float_function))
 
@@ -112,5 +112,5 @@ def test_apexs_ways_to_choose_a_dtype_work_inside_of_a_module(dtype):
     finally:
         amp.registration._registered.clear()
     assert seen == [torch.float32] * 4 + [dtype] * 2
-    assert in_half(torch.ones(1)) is torch.float32  # when the run is over
+    assert in_half(torch.ones(1)) is torch.float32  # after the run
     assert (torch.mm, torch.exp) == functions

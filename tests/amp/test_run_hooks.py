@@ -1,4 +1,4 @@
-"""A copy or a pickle of a network, made in the middle of a run by whomever, is the network without the run."""
+"""A copy or a pickle of a network that is made during a run is the plain float32 network."""
 
 import copy
 import io
@@ -32,7 +32,7 @@ class Tied(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Has a module at several places."""
+    """Has one module in several places."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Recurrent(nn.Module):
 
 
 class WithState(nn.Linear):
-    """Says itself what is pickled of it."""
+    """Defines ``__getstate__``."""
 
     def __getstate__(self):
         return {**vars(self), "saved": True}
@@ -69,7 +69,7 @@ class Frozen(nn.Module):
 
 
 class Listed(Frozen):
-    """Holds its weights in a list, too."""
+    """Also keeps its weights in a list."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ NETWORKS = {
     "layers": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
     "tied": Tied,
     "recurrent": Recurrent,
-    "a module at several places": Repeated,
+    "a module in several places": Repeated,
     "with a state of its own": lambda: WithState(4, 4),
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
     "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
@@ -110,7 +110,7 @@ WAYS = {
 
 
 def of_run(net):
-    """What a run leaves in a module: hooks, attributes, dtypes."""
+    """Return what a run adds to a module: hooks, attributes, dtypes."""
     hooks = [len(getattr(part, name)) for part in net.modules() for name in HOOKS]
     return hooks, [sorted(vars(part)) for part in net.modules()], [p.dtype for p in net.parameters()]
 
@@ -119,7 +119,7 @@ def of_run(net):
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize(("network", "way"), [
     (network, way) for network in NETWORKS for way in WAYS
-    if network != "parametrized" or way.startswith("deep")  # torch pickles no parametrized module
+    if network != "parametrized" or way.startswith("deep")  # torch cannot pickle a parametrized module
 ])  # fmt: skip
 def test_a_copy_is_a_plain_float32_network(network, way, level, dtype):
     if network == "parametrized" and way in ("torch.save", "pickle"):
@@ -152,7 +152,7 @@ def test_a_copy_is_a_plain_float32_network(network, way, level, dtype):
         first, (second, third) = twins[1].all_weights
         assert (first is twins[1].weight, second is twins[1].head.weight) == (True, True)
         assert third is twins[1].encoder.weight
-    # The network itself is as before the copy: half in calls, and given back at the end.
+    # The network itself is unchanged by the copy: half in calls, and restored at the end.
     with amp.scale_loss(net(torch.ones(3, 4)).float().square().mean(), optimizer) as scaled:
         scaled.backward()
     amp.shutdown()
@@ -161,7 +161,7 @@ def test_a_copy_is_a_plain_float32_network(network, way, level, dtype):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_shallow_copy_has_no_hooks_of_its_own(level):
+def test_a_shallow_copy_has_no_hooks(level):
     net = nn.Linear(4, 4)
     before = of_run(net)
     amp.initialize(net, opt_level=level, dtype=torch.bfloat16, verbosity=0)
@@ -172,7 +172,7 @@ def test_a_shallow_copy_has_no_hooks_of_its_own(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_network_that_copies_a_part_in_its_call_gets_float32(level):
+def test_a_submodule_copied_within_a_call_is_float32(level):
     class Lazy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -192,7 +192,7 @@ def test_a_network_that_copies_a_part_in_its_call_gets_float32(level):
     amp.shutdown()
 
 
-def test_a_user_s_own_hooks_are_copied_and_removed_by_their_handles():
+def test_hooks_of_the_user_are_copied_and_removed_by_their_handles():
     net, seen = nn.Linear(4, 4), []
     before = net.register_forward_pre_hook(lambda *_: seen.append("before"))
     amp.initialize(net, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
@@ -272,7 +272,7 @@ def test_copies_of_callbacks_and_pickles_in_checkpoints_are_plain(level, tmp_pat
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_copy_made_while_overflows_are_looked_into_is_plain(level, monkeypatch):
+def test_a_copy_made_during_the_search_for_nonfinite_values_is_plain(level, monkeypatch):
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 1)
     module, best = Lit(layers(), poison=True), Best()
     plugin = ApexAMP(level, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""What is written by ``.data``, which no version counter shows: a call computes with it, and sums of it stay exact."""
+"""Writes through ``.data``, which no version counter shows: calls use the new values, and sums stay exact."""
 
 import copy
 
@@ -17,7 +17,7 @@ WRITES = {
     "init": lambda p: nn.init.constant_(p, 0.5),
     "p.add_": lambda p: torch.no_grad()(p.add_)(1.0),
 }
-NEW = ("p.data = new", "p.data = changed", "init", "p.add_")  # a version counter or an address shows these
+NEW = ("p.data = new", "p.data = changed", "init", "p.add_")  # a version counter or a data pointer shows these
 
 
 def at_start(model, optimizer, x):
@@ -51,21 +51,21 @@ MOMENTS = {
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize(("when", "write"), [(when, write) for when, writes in MOMENTS.items() for write in writes])
-def test_a_call_computes_with_weights_that_were_written_at_any_time(when, write, level):
+def test_a_call_uses_weights_written_through_data(when, write, level):
     model, x = net(), torch.ones(1, 4)
     optimizer = sgd(model)
     init(model, optimizer, level, loss_scale=1.0)
     when(model, optimizer, x)
     for param in model.parameters():
         WRITES[write](param)
-    expected = copy.deepcopy(model).half()(x.half()).float()  # a copy is the network without hooks
+    expected = copy.deepcopy(model).half()(x.half()).float()  # the copy has no hooks
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with context():
             assert torch.equal(model(x).float(), expected)
 
 
 class Codebook(nn.Module):
-    """Keeps averages as many codebooks do."""
+    """Keeps moving averages, as many vector quantization codebooks do."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class Codebook(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_sums_in_buffers_that_a_call_writes_stay_exact(level):
+def test_buffers_written_through_data_accumulate_exactly(level):
     model = nn.Sequential(Codebook(), nn.Linear(4, 2))
     init(model, sgd(model), level, dtype=torch.bfloat16)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""``AugmentBatches`` in a Trainer: the same images with any loader and strategy and after a restart; training alone."""
+"""``AugmentBatches`` in a Trainer: the same images with any loader and strategy and after a resume."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ DATA = augment.IndexedDataset(TensorDataset(IMAGES, torch.arange(12)))
 
 
 class RecordingModel(LightningModule):
-    """Notes the images that its steps and its hook get."""
+    """Records the images that its steps and its hook get."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def assert_same(seen, expected):
     assert all(torch.equal(image, expected[key]) for key, image in seen.items())
 
 
-def test_samples_are_augmented_by_epoch(expected):
+def test_augmentation_depends_on_the_sample_and_the_epoch(expected):
     assert len(expected) == 24
     assert not any(torch.equal(image, IMAGES[number]) for (_, number), image in expected.items())
     assert not any(torch.equal(expected[0, number], expected[1, number]) for number in range(12))
@@ -88,15 +88,15 @@ LEAN = {"lean": KNOWS_WEIGHTS_ONLY}
     ],
     ids=["workers", "turbo", "prefetch", "datamodule"],
 )
-def test_every_loader_and_strategy_gives_the_same_images(expected, model, data, callbacks, settings):
+def test_every_loader_and_strategy_gives_the_same_augmented_images(expected, model, data, callbacks, settings):
     assert_same(fit(model(), data(), *(make() for make in callbacks), **settings).seen, expected)
 
 
-def test_the_lean_step_augments_too(expected):
+def test_the_lean_loop_augments(expected):
     assert_same(fit(RecordingModel(), DataLoader(DATA, batch_size=4), strategy=TurboStrategy(**LEAN)).seen, expected)
 
 
-def test_a_resumed_run_augments_as_one_that_never_stopped(expected, tmp_path, monkeypatch):
+def test_a_resumed_run_augments_as_an_uninterrupted_one(expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = lambda: DataLoader(DATA, batch_size=4)  # noqa: E731
     fit(RecordingModel(), data(), Prefetch(), Save("mid.ckpt", 2, "on_train_batch_end"))
@@ -113,7 +113,7 @@ def test_validation_is_augmented_only_where_asked(expected):
         trainer.fit(model, **loaders)
         assert torch.equal(torch.cat(model.validated), IMAGES) != changed
         assert_same(model.seen, {key: image for key, image in expected.items() if key[0] == 0})
-        # The module's hook gets plain batches, which are not augmented yet.
+        # The hook of the module gets batches that are not augmented yet.
         assert torch.equal(torch.cat([batch[0] for batch in model.hooked]), torch.cat([IMAGES, IMAGES]))
 
 
@@ -121,8 +121,8 @@ FLIP, NORMALIZE = augment.RandomFlip([-1], p=1.0), augment.NormalizeIntensity()
 
 
 @pytest.mark.parametrize("settings", [{}, {"strategy": "turbo"}, {"strategy": TurboStrategy(**LEAN)}])
-def test_several_callbacks_augment_in_their_order(settings):
-    """Each with its own seed; one that changes training batches alone beside one that changes all."""
+def test_several_augment_callbacks_run_in_order(settings):
+    """Each has its own seed. One changes only training batches, the other one all batches."""
     once = augment.BatchAugmentation([FLIP, NORMALIZE], 3)
     noise = [augment.BatchAugmentation([augment.RandomGaussianNoise(p=1.0)], seed) for seed in (5, 6)]
     expected = {}
@@ -146,7 +146,7 @@ def test_several_callbacks_augment_in_their_order(settings):
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
-def test_batches_without_indices_are_refused_and_nothing_is_left():
+def test_augmentation_refuses_batches_without_indices_and_leaves_nothing_behind():
     trainer = quiet_trainer(max_epochs=1, callbacks=[callback()])
     with pytest.raises(ValueError, match="IndexedDataset"):
         trainer.fit(RecordingModel(), DataLoader(DATA.dataset, batch_size=4))
@@ -154,7 +154,7 @@ def test_batches_without_indices_are_refused_and_nothing_is_left():
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-def test_a_step_that_moves_batches_itself_is_warned_of():
+def test_a_step_with_dataloader_iter_warns_that_it_is_not_augmented():
     class Itself(RecordingModel):
         def training_step(self, dataloader_iter):
             batch, _, _ = next(dataloader_iter)

@@ -1,4 +1,4 @@
-"""DropBiasBeforeNorm in a Trainer: before the optimizer is made, and with checkpoints."""
+"""DropBiasBeforeNorm in a Trainer: before the optimizer is created, and with checkpoints."""
 
 import pytest
 import torch
@@ -10,17 +10,17 @@ from tests.convolutions import Net, fit
 from tests.trainers import quiet_trainer
 
 
-def test_biases_go_before_the_optimizer_is_made_and_a_checkpoint_without_them_loads_into_the_original(monkeypatch):
+def test_biases_are_dropped_before_the_optimizer_is_created_and_the_checkpoint_loads_into_the_original(monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.callbacks.drop_bias.rank_zero_info", said.append)
     callback = DropBiasBeforeNorm()
     trainer = fit(dropped := Net(lr=0.01), callback, max_epochs=1)
     fit(whole := Net(lr=0.01), max_epochs=1)
-    trainer.test(dropped, verbose=False)  # which sets the callback up again
+    trainer.test(dropped, verbose=False)  # this sets up the callback again
     assert callback.report.dropped == {"net.0": "net.1"}
     assert said == [f"DropBiasBeforeNorm: {callback.report}"]
     assert sum(len(group["params"]) for group in trainer.optimizers[0].param_groups) == 5
-    # The bias moves all activations before the norm, which rounds in another way.
+    # The bias shifts all activations before the norm, which changes the rounding.
     assert dropped.losses == pytest.approx(whole.losses, rel=1e-4)
     trainer.save_checkpoint("small.ckpt")
     original, x = Net.load_from_checkpoint("small.ckpt", weights_only=True).eval(), torch.randn(3, 1, 6, 6)
@@ -43,7 +43,7 @@ def test_a_checkpoint_with_biases_is_loaded_before_they_are_dropped():
 
 
 class Calls(LightningModule):
-    """Has no forward, as where the training step calls the network: with so many networks, and one without norms."""
+    """Has no forward, because the training step calls the network. It has several networks and one without norms."""
 
     def __init__(self, networks=1):
         super().__init__()
@@ -52,7 +52,7 @@ class Calls(LightningModule):
             setattr(self, f"net{number}", nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
 
 
-def test_a_module_without_a_forward_has_its_one_network_traced():
+def test_drop_bias_traces_the_only_network_of_a_module_without_forward():
     callback = DropBiasBeforeNorm()
     callback.setup(quiet_trainer(), module := Calls(), "fit")
     assert module.net0[0].bias is None

@@ -1,4 +1,4 @@
-"""EffectiveBatchSize in a Trainer: it accumulates as a plain loop does, and schedules see it."""
+"""EffectiveBatchSize in a Trainer: it accumulates as a plain loop does, and schedulers see the scaled learning rate."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def warmed_up(optimizer, trainer):
     return {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 5, total_iters=3), "interval": "step"}
 
 
-def test_it_accumulates_and_the_scaled_rates_are_seen_by_all(tmp_path):
+def test_effective_batch_size_accumulates_and_scales_the_learning_rates(tmp_path):
     model, reference = Net(warmed_up, lr=0.02 * lr_factor("linear", 20, 4)), Net()
     monitor = LearningRateMonitor()
     trainer = fit(model, EffectiveBatchSize(20, batch_size=4), monitor, logger=CSVLogger(tmp_path), log_every_n_steps=1)
@@ -49,7 +49,7 @@ def test_it_accumulates_and_the_scaled_rates_are_seen_by_all(tmp_path):
     assert any("20.0" in row for row in rows)
 
 
-def test_a_second_run_and_a_test_between_keep_the_size():
+def test_a_second_fit_and_a_test_in_between_keep_the_effective_batch_size():
     trainer = fit(Net(lr=0.01), EffectiveBatchSize(8, batch_size=4), max_epochs=1)
     trainer.test(Net(), verbose=False)
     trainer.fit_loop.max_epochs = 2
@@ -62,7 +62,7 @@ class Silent(Net):
         return DataLoader(super().train_dataloader().dataset, batch_size=None, sampler=[[0, 1], [2, 3]])
 
 
-def test_a_loader_that_does_not_know_its_batch_size_is_believed():
+def test_a_loader_without_a_batch_size_is_accepted():
     assert fit(Silent(), EffectiveBatchSize(4, batch_size=2)).accumulate_grad_batches == 2
 
 
@@ -71,10 +71,10 @@ def one_cycle(optimizer, trainer):
     return {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps), "interval": "step"}
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using", "ignore:You're resuming from a")  # by the finder
+@pytest.mark.filterwarnings("ignore:Be aware that when using", "ignore:You're resuming from a")  # set by the finder
 @pytest.mark.usefixtures("_no_tqdm_monitor")
 @pytest.mark.parametrize("finder", [False, pytest.param(True, marks=FINDS_RATES)])
-def test_the_estimate_of_the_steps_counts_the_accumulation(finder):
+def test_estimated_stepping_batches_includes_the_accumulation(finder):
     finders = [LearningRateFinder(num_training_steps=5, update_attr=False)] if finder else []
     trainer = fit(Net(one_cycle), *finders, EffectiveBatchSize(16, batch_size=4), limit_val_batches=0)
     steps = [trainer.lr_scheduler_configs[0].scheduler.total_steps]

@@ -1,4 +1,4 @@
-"""ExactAccumulation in a Trainer, against the gradients of big batches in a plain loop."""
+"""ExactAccumulation in a Trainer, compared with the gradients of large batches in a plain loop."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def gradients(parameters):
 
 
 class Net(LightningModule):
-    """Notes the gradients of each step."""
+    """Records the gradients of each step."""
 
     def __init__(self, lr=0.1, skip=None):
         super().__init__()
@@ -56,7 +56,7 @@ def fit(model, *callbacks, n=18, level=None, **flags):
 
 
 def big_batches(n, windows, lr=0.1, clip=None, mean_of_batches=False):
-    """One big batch a step, in a plain loop of an epoch for each length of the windows."""
+    """Train on one large batch per step in a plain loop, one epoch for each window length."""
     model, seen = Net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for accumulate in windows:
@@ -79,7 +79,7 @@ def close(model, reference, seen, tolerance=1e-6):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # once a process
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # only once per process
 def test_a_batch_without_a_loss_does_not_count():
     model, reference = Net(lr=0.0, skip=1), Net()
     fit(model, ExactAccumulation(), n=9, max_epochs=1, accumulate_grad_batches=4)
@@ -91,9 +91,9 @@ def test_a_batch_without_a_loss_does_not_count():
 SCALER = torch.amp.GradScaler("cpu", init_scale=1024.0)
 PRECISIONS = {
     "32": (list, 1e-6),
-    # The scale is a power of two, so float32 gradients lose nothing by it.
+    # The scale is a power of two, so float32 gradients stay exact.
     "O0, scaled": (lambda: [ApexAMP("O0", loss_scale=1024.0)], 1e-6),
-    # bfloat16 has 8 bits: the gradients of single batches round at 2^-8, those of the big batch elsewhere.
+    # bfloat16 has 8 bits of precision. Gradients of small batches and of the large batch are rounded differently.
     "O1": (lambda: [ApexAMP("O1", loss_scale=1024.0)], 2e-2),
     "O2": (lambda: [ApexAMP("O2", loss_scale="dynamic")], 2e-2),
     # float16 has 11 bits. Lightning refuses it on a CPU only because its default scaler is CUDA's.
@@ -107,7 +107,7 @@ PRECISIONS = {
     (29, 4, None, None, "32"), (29, 4, len, None, "32"), (29, 4, lambda x: torch.tensor(len(x)), None, "32"),
     (30, 4, None, 0.05, "32"), *((30, 4, len, 0.05, precision) for precision in PRECISIONS),
 ])  # fmt: skip
-def test_every_window_equals_the_big_batch(n, accumulate, weight, clip, precision):
+def test_every_accumulation_window_equals_one_large_batch(n, accumulate, weight, clip, precision):
     plugins, tolerance = PRECISIONS[precision]
     settings = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "plugins": plugins()}
     model = fit(Net(), ExactAccumulation(weight), n=n, **settings)
@@ -115,13 +115,13 @@ def test_every_window_equals_the_big_batch(n, accumulate, weight, clip, precisio
     close(model, *big_batches(n, [accumulate] * 2, clip=clip, mean_of_batches=alike), tolerance)
 
 
-def test_a_scheduled_accumulation_is_followed():
+def test_exact_accumulation_follows_a_gradient_accumulation_scheduler():
     model = fit(Net(), GradientAccumulationScheduler({0: 4, 1: 16}), ExactAccumulation(), n=30)
     close(model, *big_batches(30, [4, 16]))
 
 
 @pytest.mark.parametrize(("n", "accumulate", "weight"), [(30, 5, None), (30, 1, None), (29, 1, len)])
-def test_where_every_window_is_full_it_says_so(n, accumulate, weight):
+def test_exact_accumulation_warns_if_every_window_is_full(n, accumulate, weight):
     with pytest.warns(NoEffectWarning, match="ExactAccumulation has no effect"):
         fit(Net(), ExactAccumulation(weight), n=n, max_epochs=1, accumulate_grad_batches=accumulate)
 
@@ -136,7 +136,7 @@ class Quasi(Net):
 
 
 class Second(ExactAccumulation):
-    state_key = "second"  # Lightning itself refuses two with the same key
+    state_key = "second"  # Lightning refuses two callbacks with the same key
 
 
 @pytest.mark.parametrize(("model", "make", "message"), [
@@ -145,12 +145,12 @@ class Second(ExactAccumulation):
     (Quasi, list, "got LBFGS, which runs it several times"),
     (Net, lambda: [Second(3)], r"ExactAccumulation\(weight\): expected a function .* got 3"),
 ])  # fmt: skip
-def test_what_accumulates_otherwise_is_refused(model, make, message):
+def test_exact_accumulation_refuses_other_kinds_of_accumulation(model, make, message):
     with pytest.raises((MisconfigurationException, TypeError), match=message):
         fit(model(), ExactAccumulation(), *make())
 
 
-def test_a_strategy_that_accumulates_is_refused_in_training_alone():
+def test_a_strategy_that_accumulates_is_refused_only_in_training():
     strategy = type("DeepSpeedStrategy", (), {"handles_gradient_accumulation": True})()
     callback = ExactAccumulation()
     trainer = SimpleNamespace(strategy=strategy, callbacks=[callback])
@@ -162,7 +162,7 @@ def test_a_strategy_that_accumulates_is_refused_in_training_alone():
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_window_without_a_loss_leaves_the_weights():
+def test_an_accumulation_window_without_a_loss_does_not_change_the_weights():
     class Never(Net):
         def training_step(self, batch, batch_idx):
             return None
@@ -176,13 +176,13 @@ def test_a_window_without_a_loss_leaves_the_weights():
 def test_weights_of_ranks_are_added_in_float64(total):
     def reduce(own, reduce_op):
         assert reduce_op == "sum"
-        return own + 2**40 + 0.25  # of the other ranks
+        return own + 2**40 + 0.25  # from the other ranks
 
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
     assert _sum_over_ranks(strategy, total).item() == float(total) + 2**40 + 0.25
 
 
-def test_batches_of_a_window_that_an_epoch_left_open_do_not_count_in_the_next():
+def test_an_unfinished_accumulation_window_does_not_count_in_the_next_epoch():
     class Ends(Net):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 5 else None  # after the first batch of the second window

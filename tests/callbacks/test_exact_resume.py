@@ -1,4 +1,4 @@
-"""What a checkpoint of ``ExactResume`` holds of validation loaders, and what it leaves to Lightning."""
+"""Checkpoints of ``ExactResume``: the state of validation loaders, and what is left to Lightning."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def noisy(index):
 
 
 class Net(pl.LightningModule):
-    """Notes the random numbers of each validation sample, by the epoch and the sample."""
+    """Records the random numbers of each validation sample by epoch and sample."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def fit(*callbacks, loaders=(), ckpt=None, **settings):
     ({}, 0), ({"val_check_interval": 1}, 0), ({"check_val_every_n_epoch": 2}, 0), ({"check_val_every_n_epoch": 2}, 1),
     pytest.param({}, 1, marks=pytest.mark.slow), pytest.param({"val_check_interval": 1}, 1, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
-def test_seeds_of_validation_samples_follow_from_the_epoch_after_a_resume_too(workers, settings, tmp_path):
+def test_seeds_of_validation_samples_depend_on_the_epoch_after_a_resume(workers, settings, tmp_path):
     def loaders():
         return [DataLoader(Rows(8, noisy), 4, num_workers=workers) for _ in range(2)]
 
@@ -83,7 +83,7 @@ def test_seeds_of_validation_samples_are_the_same_on_any_number_of_ranks():
     assert len({row[1:] for row in one}) == 3 * 8
 
 
-def test_passes_are_counted_by_the_loader_where_there_is_no_trainer():
+def test_a_loader_counts_its_passes_without_a_trainer():
     loader = PrefetchLoader(Rows(8, noisy), 4, sample_seeds=3)
     first, second = (torch.cat(list(loader)) for _ in range(2))
     assert not torch.equal(first, second)
@@ -109,7 +109,7 @@ class Writer(pl.callbacks.BasePredictionWriter):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.filterwarnings("ignore:.*num_workers.*bottleneck")
-def test_a_prediction_knows_the_indices_of_its_batches(number, workers):
+def test_prediction_writers_get_the_indices_of_their_batches(number, workers):
     def predict(*callbacks):
         writer = Writer()
         trainer = quiet_trainer(callbacks=[*callbacks, writer])
@@ -121,13 +121,13 @@ def test_a_prediction_knows_the_indices_of_its_batches(number, workers):
 
 
 class Half(DataLoader):
-    """Has one of the two methods of a loader with a state."""
+    """Has only one of the two methods of a stateful loader."""
 
     def load_state_dict(self, state):
         raise AssertionError(f"{state} is of another loader")
 
 
-def test_a_loader_that_gives_no_state_is_one_without(tmp_path):
+def test_a_loader_without_state_dict_is_not_stateful(tmp_path):
     def loaders():
         return [Half(Rows(8, noisy), 4, shuffle=True), DataLoader(Rows(8, noisy), 4)]
 
@@ -138,11 +138,11 @@ def test_a_loader_that_gives_no_state_is_one_without(tmp_path):
     assert rest.trained
 
 
-# The parts of ExactResume, each by itself
+# The parts of ExactResume
 
 
 def drawing(number):
-    """A loader that holds so many generators: one of its own, and those of its sampler."""
+    """Return a loader with a given number of generators: one of its own, and those of its sampler."""
     generators = [torch.Generator().manual_seed(each) for each in range(number)]
     data = Rows(8, noisy)
     sampler = RandomSampler(data, generator=generators[1]) if number == 2 else None
@@ -154,7 +154,7 @@ def order(loader):
 
 
 @pytest.mark.parametrize(("saved", "now"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-def test_a_loader_made_again_draws_as_the_one_before_if_it_holds_as_many_generators(saved, now):
+def test_a_reloaded_loader_continues_the_generators_if_their_number_is_the_same(saved, now):
     before, fresh = drawing(saved), order(drawing(now))
     whole = [order(before) for _ in range(2)]
     after = DataLoader(Rows(8, noisy), 4), drawing(now)
@@ -163,14 +163,14 @@ def test_a_loader_made_again_draws_as_the_one_before_if_it_holds_as_many_generat
 
 
 def state_after(number):
-    """The state of such a loader after its first epoch."""
+    """Return the state of such a loader after its first epoch."""
     loader = drawing(number)
     order(loader)
     return loader.state_dict()
 
 
 @pytest.mark.parametrize("held", [1, 0, 2])
-def test_a_loader_that_counts_nothing_gets_the_states_of_as_many_generators(held):
+def test_a_loader_without_a_position_gets_the_states_of_its_generators(held):
     loader = DataLoader(Rows(8, noisy), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
     (states,) = loaders.states_of_generators(SimpleNamespace(flattened=[loader]))
     before = order(loader)
@@ -178,7 +178,7 @@ def test_a_loader_that_counts_nothing_gets_the_states_of_as_many_generators(held
     assert (order(loader) == before) is (held == 1)
 
 
-def test_an_error_of_a_loader_that_cannot_be_made_is_the_users_to_see():
+def test_an_error_in_train_dataloader_reaches_the_user():
     class Loop:
         _combined_loader = None
 
@@ -197,8 +197,8 @@ def test_an_error_of_a_loader_that_cannot_be_made_is_the_users_to_see():
     assert vars(loop) == {}
 
 
-def test_of_a_rank_that_an_error_left_alone_the_latest_value_of_a_plateau_is_saved(monkeypatch):
-    """Computing it would wait for the other ranks."""
+def test_after_an_error_on_another_rank_the_last_monitored_value_is_saved(monkeypatch):
+    """Computing the current value would wait for the other ranks."""
 
     class Alone:
         lr_scheduler_configs = (SimpleNamespace(reduce_on_plateau=True, monitor="loss"),)
@@ -218,7 +218,7 @@ def test_of_a_rank_that_an_error_left_alone_the_latest_value_of_a_plateau_is_sav
 @pytest.mark.parametrize(("state", "calls"), [
     ({"cuda": "its own"}, [("state", "its own")]), ({"seed": 5}, [("seed", 5)]), ({}, []),
 ])  # fmt: skip
-def test_the_generator_of_a_device_gets_its_state_or_that_of_a_new_rank(state, calls, monkeypatch):
+def test_the_generator_of_a_device_gets_its_saved_state_or_that_of_a_new_rank(state, calls, monkeypatch):
     called = []
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda own, device: called.append(("state", own)))
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: called.append(("seed", seed)))
@@ -230,11 +230,11 @@ def test_the_generator_of_a_device_gets_its_state_or_that_of_a_new_rank(state, c
 
 
 @pytest.mark.parametrize(("state", "used"), [
-    (EpochState(consumed=3), (12, 6)),  # of an order that is not known: batches are counted
+    (EpochState(consumed=3), (12, 6)),  # the order is unknown, so batches are counted
     (EpochState(consumed=3, stream=StreamPlace("Rows", 4, 1, 8, 2)), (12, 12)),  # two of 4 beside one after the change
     (EpochState(consumed=0), None), (EpochState(consumed=3, over=True), None),
 ])  # fmt: skip
-def test_what_ranks_without_a_known_order_have_used(state, used):
+def test_the_number_of_samples_used_by_ranks_without_a_known_order(state, used):
     restored = SimpleNamespace(ranks=2)
     assert resharded._count_samples(state, restored, was=4, now=2) == used
 
@@ -260,8 +260,8 @@ class Taking(Net):
 @pytest.mark.parametrize("resumed_with", [True, False])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*")
-def test_a_checkpoint_goes_on_with_and_without_prefetch(kind, saved_with, resumed_with, tmp_path):
-    """Exactly with it, and from the beginning of the epoch without, as a plain checkpoint does."""
+def test_a_checkpoint_resumes_with_and_without_prefetch(kind, saved_with, resumed_with, tmp_path):
+    """Exactly with prefetch, and at the beginning of the epoch without, as a plain checkpoint does."""
 
     def train(*callbacks, ckpt=None):
         net = Taking()

@@ -1,4 +1,4 @@
-"""Optimizers that a callback makes fused do what those do that were made fused."""
+"""Optimizers that the callback makes fused equal optimizers that are constructed with ``fused=True``."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def fit(module, *callbacks, times=1):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_fused_step_is_that_of_the_constructor(times):
+def test_a_fused_step_equals_that_of_the_fused_constructor(times):
     made = fit(Module(adam), FusedOptimizers(), times=times)
     asked = fit(Module(lambda parameters: adam(parameters, fused=True)), times=times)
     assert torch.equal(made.net.weight, asked.net.weight)
@@ -53,8 +53,8 @@ def test_a_fused_step_is_that_of_the_constructor(times):
     adam, torch.optim.AdamW, lambda parameters, **options: torch.optim.SGD(parameters, 0.1, momentum=0.9, **options),
     lambda parameters, **options: torch.optim.Adagrad(parameters, 0.1, **options),
 ], ids=["Adam", "AdamW", "SGD", "Adagrad"])  # fmt: skip
-def test_an_optimizer_goes_on_fused_with_the_state_that_it_has(make):
-    """As one from a checkpoint does."""
+def test_a_fused_optimizer_keeps_its_state(make):
+    """As after loading a checkpoint."""
     ends = []
     for options in ({}, {"fused": True}):
         torch.manual_seed(0)
@@ -70,13 +70,13 @@ def test_an_optimizer_goes_on_fused_with_the_state_that_it_has(make):
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
-def test_an_optimizer_that_cannot_be_fused_is_told():
+def test_an_optimizer_that_cannot_be_fused_warns():
     with pytest.warns(NoEffectWarning, match="no optimizer is torch's Adam, AdamW, SGD or Adagrad with"):
         fit(Module(torch.optim.RMSprop), FusedOptimizers())
 
 
 class Complex(Module):
-    """With a complex parameter in the same optimizer, for which torch has no fused step."""
+    """Has a complex parameter in the optimizer, for which torch has no fused step."""
 
     def __init__(self, optimizer):
         super().__init__(optimizer)
@@ -86,7 +86,7 @@ class Complex(Module):
         return (self.net(batch) * self.net.phase).abs().square().mean()
 
 
-def test_an_optimizer_with_complex_parameters_keeps_its_step():
+def test_an_optimizer_with_complex_parameters_is_not_fused():
     plain = fit(Complex(adam))
     with pytest.warns(NoEffectWarning, match="torch.s Adam, .*with real parameters"):
         asked = fit(Complex(adam), FusedOptimizers())

@@ -1,4 +1,4 @@
-"""GradToNone: no number changes, every hook sees the gradients that it sees without, and the forward pass has none."""
+"""GradToNone: same results, same gradients in every hook, and no gradients during the forward pass."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ from tests.trainers import quiet_trainer
 
 
 class Net(LightningModule):
-    """Notes before each forward pass whether there are gradients."""
+    """Records before each forward pass whether there are gradients."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ class Keeps(Net):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As it is widespread: an Optimizer that never calls its constructor."""
+    """A common implementation: an Optimizer that never calls the constructor of its base class."""
 
     def __init__(self, inner):
         self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, inner.defaults, {}
@@ -86,7 +86,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Lars:
-    """Only claims to be an Optimizer."""
+    """Sets ``__class__`` to pass as an Optimizer."""
 
     __class__ = property(lambda self: torch.optim.Optimizer)
 
@@ -103,13 +103,13 @@ class Lars:
 
 
 class Forwards(Lars):
-    """Its inner optimizer answers for it."""
+    """Forwards attributes to its inner optimizer."""
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
 
-# Lightning asks a protocol, which since Python 3.12 sees nothing that __getattr__ gives.
+# Lightning checks a protocol, which since Python 3.12 ignores attributes from __getattr__.
 LOOKS_PAST_GETATTR = pytest.mark.skipif(sys.version_info >= (3, 12), reason="Lightning refuses such a wrapper")
 
 
@@ -136,21 +136,21 @@ def same(a, b):
         wrapped(Lars), {"level": "O2"}, r"Lars does not call Optimizer.__init__", marks=LOOKS_PAST_GETATTR
     ),
 ])  # fmt: skip
-def test_the_numbers_stay_and_the_gradients_go_or_it_warns(make, flags, warning):
+def test_grad_to_none_keeps_the_results_and_releases_gradients_or_warns(make, flags, warning):
     plain = fit(make(), **flags)
     with pytest.warns(NoEffectWarning, match=warning) if warning else nullcontext():
         released = fit(make(), GradToNone(), **flags)
-    same(plain, fit(make(), strategy="turbo", **flags))  # says so in its log
+    same(plain, fit(make(), strategy="turbo", **flags))  # GradToNone logs it
     same(plain, released)
     window = flags.get("accumulate_grad_batches", 1)
     if not warning:
         assert plain.held[2 * window]
         assert not released.held[2 * window]
     if window == 2:
-        assert released.held[2 * window + 1]  # in mid-window they have to stay
+        assert released.held[2 * window + 1]  # within an accumulation window they must stay
 
 
-def test_the_last_step_of_weight_averaging_has_its_gradients():
+def test_the_last_step_of_weight_averaging_keeps_its_gradients():
     def run(*callbacks, **flags):
         model = Net()
         model.net.insert(1, nn.BatchNorm1d(8))
@@ -163,7 +163,7 @@ def test_the_last_step_of_weight_averaging_has_its_gradients():
     same(plain, run(strategy="turbo"))
 
 
-def test_what_it_refuses_and_bucket_views_of_ddp():
+def test_grad_to_none_refuses_strategies_that_accumulate_and_warns_about_bucket_views():
     strategy = SimpleNamespace(handles_gradient_accumulation=True)
     trainer = SimpleNamespace(strategy=strategy, model=SimpleNamespace(gradient_as_bucket_view=True))
     with pytest.raises(MisconfigurationException, match="keeps and clears gradients itself"):
@@ -176,7 +176,7 @@ HOOKS = [name for name in dir(pl.Callback) if name.startswith("on_") and not nam
 
 
 class Reads(pl.Callback):
-    """Notes the norm of the gradients in every hook, as one logs it, but in ``on_before_zero_grad`` only if asked."""
+    """Records the norm of the gradients in every hook, in ``on_before_zero_grad`` only on request."""
 
     def __init__(self, late):
         self.norms = []
@@ -197,7 +197,7 @@ class Reads(pl.Callback):
     (Net, {}), (Net, {"accumulate_grad_batches": 4}), (Net, {"limit_val_batches": 1, "val_check_interval": 4}),
     (Net, {"level": "O2"}), (Clears, {}), (Clears, {"limit_val_batches": 1, "val_check_interval": 4}),
 ], ids=str)  # fmt: skip
-def test_every_hook_is_given_the_gradients_that_lightning_gives_it(model, flags, late):
+def test_every_hook_sees_the_same_gradients_with_grad_to_none(model, flags, late):
     def run(*callbacks, **more):
         fit(made := model(), reads := Reads(late), *callbacks, **flags, **more)
         return reads.norms, made.held
@@ -213,7 +213,7 @@ def test_every_hook_is_given_the_gradients_that_lightning_gives_it(model, flags,
         assert norms == expected
 
 
-def test_a_hook_that_reads_gradients_after_the_forward_pass_keeps_them_and_it_warns():
+def test_a_hook_that_reads_gradients_after_the_forward_pass_keeps_them_and_warns():
     class Late(Net):
         def on_before_zero_grad(self, optimizer):
             pass
@@ -227,8 +227,8 @@ def test_a_hook_that_reads_gradients_after_the_forward_pass_keeps_them_and_it_wa
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
 @pytest.mark.parametrize("make", [GradToNone, Preemption])
-def test_a_copy_made_in_a_run_undoes_nothing_of_it(make, duplicate):
-    """Of a Trainer that is copied or sent to a process, teardown is called again."""
+def test_teardown_of_a_copied_trainer_does_not_change_the_original(make, duplicate):
+    """A Trainer that is copied or sent to another process calls teardown again."""
     callback, undone = make(), []
     callback._cleanup.callback(undone.append, "once")
     duplicate(callback).teardown(None, None, "fit")
@@ -237,7 +237,7 @@ def test_a_copy_made_in_a_run_undoes_nothing_of_it(make, duplicate):
     assert undone == ["once"]
 
 
-def test_nothing_is_left_on_optimizers_and_strategy():
+def test_grad_to_none_leaves_nothing_on_optimizers_and_strategy():
     trainer = quiet_trainer(max_epochs=1, callbacks=[GradToNone()])
     trainer.fit(Net(), batches(6), batches(3))
     assert not trainer.optimizers[0]._optimizer_step_post_hooks

@@ -12,7 +12,7 @@ from tests.trainers import quiet_trainer
 
 
 @pytest.mark.usefixtures("_no_tqdm_monitor")
-def test_lr_range_proposes_bounds_and_leaves_the_model_alone():
+def test_lr_range_proposes_bounds_and_does_not_change_the_model():
     model = Net(n=1600, batch_size=20)
     before = copy.deepcopy(model.state_dict())
     found = lr_range(quiet_trainer(max_epochs=1), model, min_lr=1e-5, max_lr=10.0, num_training=60)

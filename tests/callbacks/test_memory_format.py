@@ -1,4 +1,4 @@
-"""MemoryFormat in a Trainer, and the same by a turbo strategy."""
+"""MemoryFormat in a Trainer, and the argument of the turbo strategies."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.convolutions import Net, fit
     lambda: {"strategy": TurboStrategy(memory_format="channels_last")},
     lambda: {"strategy": TurboStrategy(memory_format=torch.channels_last)},
 ], ids=["callback", "callback, torch's", "strategy", "strategy, torch's"])  # fmt: skip
-def test_the_memory_format_is_that_of_the_weights_that_train(make):
+def test_the_memory_format_applies_to_the_trained_weights(make):
     fit(model := Net(lr=0.01), max_epochs=1, **make())
     assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)
     fit(plain := Net(lr=0.01), MemoryFormat("contiguous"), max_epochs=1)
@@ -23,7 +23,7 @@ def test_the_memory_format_is_that_of_the_weights_that_train(make):
     assert model.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
-def test_without_layers_the_memory_format_says_why():
+def test_memory_format_warns_without_convolutions():
     class Flat(Net):
         def __init__(self):
             super().__init__()

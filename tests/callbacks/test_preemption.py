@@ -1,4 +1,4 @@
-"""Preemption: a signal to any rank, or a time that is nearly over, ends a run so that nothing is lost."""
+"""Preemption: a signal to any rank, or a time limit, ends a run so that nothing is lost."""
 
 import multiprocessing
 import os
@@ -31,17 +31,17 @@ from tests.versions import unpickling
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You defined a `validation_step`")
 
 
-class Tells(Callback):
-    """Sends this process a signal in a hook, once, at a step."""
+class SendsSignal(Callback):
+    """Sends this process a signal once, in a hook at a given step."""
 
     def __init__(self, step=None, hook="on_train_batch_start", number=signal.SIGTERM, times=1):
         def tell(trainer, *_):
-            if trainer.global_step == step and not self.told:
-                self.told = True
+            if trainer.global_step == step and not self.sent:
+                self.sent = True
                 for _ in range(times):
                     os.kill(os.getpid(), number)
 
-        self.told = False
+        self.sent = False
         setattr(self, hook, tell)
 
 
@@ -57,13 +57,13 @@ def fit(folder, *callbacks, path=None, loader=PrefetchLoader, workers=0, **setti
 
 
 def ends(run, *args, **kwargs):
-    """Run until the run ends itself, and return the path from which another one goes on."""
+    """Run until Preemption ends the run, and return the path of the checkpoint to resume from."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as end:
             run(*args, **kwargs)
         assert end.value.code == Preemption.EXIT_STATUS == 75
-        os.kill(os.getpid(), signal.SIGTERM)  # while the process ends, too
+        os.kill(os.getpid(), signal.SIGTERM)  # also while the process ends
     finally:
         signal.signal(signal.SIGTERM, before)
         for name in ("SIGUSR1", "SIGUSR2"):
@@ -75,56 +75,56 @@ def ends(run, *args, **kwargs):
     ("turbo", 2, "on_train_batch_start"), ("turbo", 2, "on_before_backward"), ("turbo", 5, "on_train_batch_end"),
     ("turbo", 6, "on_validation_start"), ("turbo", 6, "on_train_epoch_start"), ("auto", 2, "on_before_backward"),
 ])  # fmt: skip
-def test_a_run_that_goes_on_equals_one_that_never_stopped(strategy, step, hook, tmp_path):
+def test_a_preempted_and_resumed_run_equals_an_uninterrupted_one(strategy, step, hook, tmp_path):
     settings = {"strategy": strategy}
     own = [ExactResume()] if strategy == "auto" else []
     whole = fit(tmp_path / "whole", *own, **settings)
-    stopped = [*own, Preemption(), Tells(step, hook, times=2)]
-    path = ends(fit, tmp_path / "told", *stopped, **settings)
+    stopped = [*own, Preemption(), SendsSignal(step, hook, times=2)]
+    path = ends(fit, tmp_path / "preempted", *stopped, **settings)
     first = torch.load(path, weights_only=False)["global_step"]
     assert first in (step, step + 1)
-    rest = fit(tmp_path / "told", *own, Preemption(), path=path, **settings)
+    rest = fit(tmp_path / "preempted", *own, Preemption(), path=path, **settings)
     assert rest.seen == whole.seen[first:]
     assert rest.losses == whole.losses[first:]
     assert_same(rest.state_dict(), whole.state_dict())
     assert [other for other in whole.others if other[0] == "val"][-len(rest.others) :] == rest.others
 
 
-def test_it_ends_after_the_window_and_after_the_validation_that_is_due(tmp_path):
+def test_preemption_ends_after_the_accumulation_window_and_the_validation(tmp_path):
     settings = {"accumulate_grad_batches": 3, "val_check_interval": 3, "num_sanity_val_steps": 0}
-    path = ends(fit, tmp_path, Preemption(), Tells(1, "on_after_backward"), **settings)
+    path = ends(fit, tmp_path, Preemption(), SendsSignal(1, "on_after_backward"), **settings)
     saved = torch.load(path, weights_only=False)
     assert saved["global_step"] == 2
     validated = saved["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]["completed"]
     assert validated == 2
 
 
-def test_the_file_lies_where_checkpoints_lie_and_background_saves_are_waited_for(tmp_path):
+def test_preemption_saves_next_to_other_checkpoints_and_waits_for_background_saves(tmp_path):
     saves = ModelCheckpoint(tmp_path / "saves", "{step}", every_n_train_steps=2)
     io = AtomicCheckpointIO(background=True)
     settings = {"enable_checkpointing": True, "plugins": [io], "strategy": "turbo"}
-    path = ends(fit, tmp_path, saves, Preemption(), Tells(3), **settings)
+    path = ends(fit, tmp_path, saves, Preemption(), SendsSignal(3), **settings)
     assert Path(path) == tmp_path / "saves" / "preempted.ckpt"
     assert torch.load(path, weights_only=False)["global_step"] == 4
 
 
-def test_a_handler_of_the_program_is_called_and_put_back(tmp_path):
-    noted = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: noted.append("own"))
+def test_an_existing_signal_handler_is_called_and_restored(tmp_path):
+    received = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: received.append("own"))
     try:
         own = signal.getsignal(signal.SIGUSR1)
         fit(tmp_path, Preemption(), max_epochs=1)
         assert signal.getsignal(signal.SIGUSR1) is own
         with pytest.raises(SystemExit):
-            fit(tmp_path, Preemption(), Tells(2, number=signal.SIGUSR1))
-        assert noted == ["own"]
+            fit(tmp_path, Preemption(), SendsSignal(2, number=signal.SIGUSR1))
+        assert received == ["own"]
     finally:
         signal.signal(signal.SIGUSR1, before)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def test_signals_that_are_not_named_and_other_threads_are_left_alone(tmp_path):
+def test_preemption_ignores_other_signals_and_other_threads(tmp_path):
     handlers = []
     reads = Callback()
     reads.on_train_batch_start = lambda *_: handlers.append(signal.getsignal(signal.SIGUSR2))
@@ -140,7 +140,7 @@ def test_signals_that_are_not_named_and_other_threads_are_left_alone(tmp_path):
 @pytest.mark.parametrize("loader", [DataLoader, PrefetchLoader])
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_worker_processes_ignore_the_signal(loader, method, tmp_path):
-    class TellsWorkers(Tells):
+    class SignalsWorkers(SendsSignal):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 2:
                 for worker in multiprocessing.active_children():
@@ -150,7 +150,7 @@ def test_worker_processes_ignore_the_signal(loader, method, tmp_path):
     def made(*args, **kwargs):
         return loader(*args, multiprocessing_context=method, **kwargs)
 
-    path = ends(fit, tmp_path, Preemption(), TellsWorkers(3), loader=made, workers=2)
+    path = ends(fit, tmp_path, Preemption(), SignalsWorkers(3), loader=made, workers=2)
     assert torch.load(path, weights_only=False)["global_step"] == 4
     deadline = time.monotonic() + 30
     while multiprocessing.active_children() and time.monotonic() < deadline:
@@ -158,7 +158,7 @@ def test_worker_processes_ignore_the_signal(loader, method, tmp_path):
     assert not multiprocessing.active_children()
 
 
-def test_it_ends_before_its_time_is_over(tmp_path, monkeypatch):
+def test_preemption_ends_before_the_time_limit(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
     takes = Callback()
@@ -170,7 +170,7 @@ def test_it_ends_before_its_time_is_over(tmp_path, monkeypatch):
     fit(tmp_path, Preemption(time_limit=1e6), takes, max_epochs=1)
 
 
-def test_the_path_is_that_of_the_newest_complete_file_whatever_its_name(tmp_path):
+def test_resume_path_is_the_newest_complete_checkpoint(tmp_path):
     assert Preemption.resume_path(tmp_path / "no such folder") is None
     (tmp_path / "a").mkdir()
     names = ("a/old.ckpt", "whole.ckpt", "half.ckpt", "empty.ckpt", "a/other.pt")
@@ -200,7 +200,7 @@ def test_impossible_values_are_refused(arguments, error, message):
 
 
 class Job:
-    """A Trainer in a Slurm job that Lightning requeues on SIGUSR2."""
+    """A Trainer in a Slurm job that Lightning requeues after SIGUSR2."""
 
     def __init__(self, folder):
         self.requeued, self.saved = [], []
@@ -213,7 +213,7 @@ class Job:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_the_signal_of_a_requeue_is_left_to_lightning_after_a_step(ends, tmp_path):
+def test_the_slurm_requeue_signal_is_handled_by_lightning_after_a_step(ends, tmp_path):
     job = Job(tmp_path)
     callback = Preemption(signals=("SIGUSR1",))
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
@@ -233,13 +233,13 @@ def test_the_signal_of_a_requeue_is_left_to_lightning_after_a_step(ends, tmp_pat
         assert job.saved == []  # Lightning has
         callback.teardown(job, None, "fit")
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert len(job.requeued) == 2  # Lightning's handler again
+        assert len(job.requeued) == 2  # restores Lightning's handler
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def test_workers_ignore_the_signals_and_call_what_the_loader_has_until_the_run_is_over():
+def test_workers_ignore_the_signals_and_call_the_loaders_worker_init_fn_during_the_run():
     called, before = [], signal.getsignal(signal.SIGUSR2)
     callback = Preemption(signals=("SIGUSR2",))
     loaders = [DataLoader(Numbers(4), worker_init_fn=own) for own in (called.append, None)]
@@ -253,7 +253,7 @@ def test_workers_ignore_the_signals_and_call_what_the_loader_has_until_the_run_i
         signal.signal(signal.SIGUSR2, before)
     assert called == [5]
     kept = loaders.pop(0)
-    del loader, loaders  # one of them is gone when the run ends
+    del loader, loaders  # one of them is deleted before the run ends
     callback.teardown(None, None, "fit")
     assert kept.worker_init_fn == called.append
 
@@ -267,7 +267,7 @@ STEPS = 2 * 240 // 2 // 4 // 2  # epochs, ranks, batch size, window
 
 
 class Net(LightningModule):
-    """Draws random numbers, and writes down which samples it saw."""
+    """Draws random numbers, and records its samples."""
 
     def __init__(self, folder):
         super().__init__()
@@ -297,7 +297,7 @@ class KilledInTheWrite(AtomicCheckpointIO):
 
 
 def train(folder, kill=False):
-    """A rank that trains until it is told to end, and goes on from where it ended.
+    """Train on a rank until a signal ends the run, and resume from its checkpoint.
 
     With ``kill``, rank 0 kills itself while it writes ``preempted.ckpt``.
     """
@@ -317,7 +317,7 @@ def train(folder, kill=False):
     torch.save(model.state_dict(), folder / f"end.{RANK}")
 
 
-def live(folder, *kill, torchrun=False):
+def start_two(folder, *kill, torchrun=False):
     """Start two ranks, and return their processes."""
     if torchrun:
         command = ["--standalone", "--nproc-per-node", "2", *rank_command(train, folder)]
@@ -326,7 +326,7 @@ def live(folder, *kill, torchrun=False):
 
 
 def seen(folder):
-    """What each rank saw, in lines."""
+    """Return the lines that each rank wrote about its samples."""
     return [(folder / f"seen.{rank}").read_text().splitlines() if (folder / f"seen.{rank}").exists() else []
             for rank in range(2)]  # fmt: skip
 
@@ -351,28 +351,28 @@ def joined(processes, folder):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert joined(live(folder), folder) == [0, 0], (folder / "output").read_text()[-3000:]
+    assert joined(start_two(folder), folder) == [0, 0], (folder / "output").read_text()[-3000:]
     assert len(seen(folder)[0]) == 2 * STEPS
     return folder
 
 
 def pids(folder, processes, torchrun):
-    """The processes of the ranks."""
+    """Return the process IDs of the ranks."""
     if not torchrun:
         return [process.pid for process in processes]
     children = Path(f"/proc/{processes[0].pid}/task/{processes[0].pid}/children")
-    return [int(pid) for pid in children.read_text().split()] if children.exists() else []  # it came to its end
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []  # the run is finished
 
 
-def told_until_the_end(folder, moments, torchrun=False):
-    """Tell one of the ranks to end at each of these moments, some of them twice; return how many were."""
-    told = 0
+def signal_until_the_end(folder, moments, torchrun=False):
+    """Send one or two signals to a rank at each of these moments, and return the number of preemptions."""
+    preempted = 0
     for number, moment in enumerate([*moments, None]):
         before = len(seen(folder)[0])
-        processes = live(folder, torchrun=torchrun)
+        processes = start_two(folder, torchrun=torchrun)
         if moment is not None:
             rank, steps, name, twice = moment
-            # Behind the last step the handlers are the program's again, and a signal kills the process.
+            # After the last step the original handlers are restored, and a signal kills the process.
             steps = min(steps, 2 * STEPS - 16 - before)
             wait_for(lambda: len(seen(folder)[rank]) > before + steps, processes)  # noqa: B023
             ranks = pids(folder, processes, torchrun)
@@ -382,25 +382,25 @@ def told_until_the_end(folder, moments, torchrun=False):
                 time.sleep(0.02)
         codes = joined(processes, folder)
         if codes == [0] * len(codes):
-            return told
+            return preempted
         output = (folder / "output").read_text()
-        expected = {75} if not torchrun else {1}  # torchrun's own
+        expected = {75} if not torchrun else {1}  # that of torchrun
         assert set(codes) == expected, (number, codes, output[-3000:])
         assert not torchrun or not re.search(r"exitcode: (?!75)", output), output[-3000:]
-        told += 1
-    raise AssertionError(f"not at its end after {told} lives: {(folder / 'output').read_text()[-3000:]}")
+        preempted += 1
+    raise AssertionError(f"not finished after {preempted} preemptions: {(folder / 'output').read_text()[-3000:]}")
 
 
 def same_end(folder, undisturbed):
-    assert seen(folder) == seen(undisturbed), "a sample twice, never or in another order"
+    assert seen(folder) == seen(undisturbed), "a sample was used twice, never or in another order"
     for rank in range(2):
         ours, theirs = (torch.load(each / f"end.{rank}", weights_only=True) for each in (folder, undisturbed))
         assert_same(ours, theirs, f"rank {rank}")
 
 
 @pytest.mark.distributed
-def test_a_signal_to_one_of_two_ranks_loses_nothing(undisturbed, tmp_path):
-    assert told_until_the_end(tmp_path, [(1, 3, "SIGTERM", True)]) == 1
+def test_a_signal_to_one_of_two_ranks_preempts_both_without_loss(undisturbed, tmp_path):
+    assert signal_until_the_end(tmp_path, [(1, 3, "SIGTERM", True)]) == 1
     same_end(tmp_path, undisturbed)
 
 
@@ -408,11 +408,11 @@ def test_a_signal_to_one_of_two_ranks_loses_nothing(undisturbed, tmp_path):
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
-def test_signals_at_thirty_random_moments_lose_nothing(seed, undisturbed, tmp_path):
-    """Ten of them in each of three series, one of which is started by torchrun."""
+def test_signals_at_thirty_random_moments_preempt_without_loss(seed, undisturbed, tmp_path):
+    """Ten signals in each of three series, one of which is started by torchrun."""
     chance = random.Random(seed)
-    told, series = 0, 0
-    while told < 10:
+    preempted, series = 0, 0
+    while preempted < 10:
         folder = tmp_path / str(series)
         folder.mkdir()
         moments = [
@@ -420,15 +420,15 @@ def test_signals_at_thirty_random_moments_lose_nothing(seed, undisturbed, tmp_pa
              chance.random() < 0.5)
             for _ in range(5)
         ]  # fmt: skip
-        told += told_until_the_end(folder, moments, torchrun=seed == 2)
+        preempted += signal_until_the_end(folder, moments, torchrun=seed == 2)
         same_end(folder, undisturbed)
         series += 1
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_kill_in_the_write_leaves_the_checkpoint_before(undisturbed, tmp_path):
-    processes = live(tmp_path, True)
+def test_a_kill_during_the_save_keeps_the_previous_checkpoint(undisturbed, tmp_path):
+    processes = start_two(tmp_path, True)
     wait_for(lambda: len(seen(tmp_path)[1]) > 40, processes)
     os.kill(processes[1].pid, signal.SIGTERM)
     processes[0].join(120)
@@ -441,5 +441,5 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before(undisturbed, tmp_path)
     for rank in range(2):
         kept = seen(tmp_path)[rank][: 2 * step]
         (tmp_path / f"seen.{rank}").write_text("".join(f"{line}\n" for line in kept))
-    assert told_until_the_end(tmp_path, []) == 0
+    assert signal_until_the_end(tmp_path, []) == 0
     same_end(tmp_path, undisturbed)

@@ -1,4 +1,4 @@
-"""``Prefetch``: whoever looks at a batch in the middle of a run, several of them in one Trainer, arguments."""
+"""``Prefetch``: callbacks that iterate a loader during a run, combinations with a DataModule, arguments."""
 
 import gc
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 class Peek(Callback):
-    """Looks at the first batches of a loader in one hook, as a callback that logs images does."""
+    """Iterates a loader in one hook, as a callback that logs images does."""
 
     def __init__(self, hook, loader="train_dataloader"):
         self.found, self.calls = [], 0
@@ -56,7 +56,7 @@ HOOKS = ["on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_t
 
 @pytest.mark.parametrize("strategy", ["auto", "turbo"])
 @pytest.mark.parametrize("hook", [*HOOKS, "on_validation_epoch_end"])
-def test_a_callback_that_looks_at_a_batch_ends_no_run(hook, strategy):
+def test_a_callback_that_iterates_a_loader_does_not_end_the_run(hook, strategy):
     runs = []
     for callbacks, chosen in (([], "auto"), ([Prefetch()], strategy)):
         peek, loader = Peek(hook), LOADERS["shuffled"]()
@@ -67,15 +67,15 @@ def test_a_callback_that_looks_at_a_batch_ends_no_run(hook, strategy):
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_the_run_goes_on_beside_one_who_looks_whatever_the_loader(make):
+def test_a_run_continues_while_a_callback_iterates_its_loader(make):
     straight, ours = Peek("on_train_batch_end"), Peek("on_train_batch_end")
     plain = fit(make() if not isinstance(make(), PrefetchLoader) else LOADERS["shuffled"](), straight)
     assert fit(make(), Prefetch(), ours).seen == plain.seen
     assert ours.found == straight.found
 
 
-def test_worker_processes_that_stay_go_on_beside_one_who_looks():
-    """Torch's own loader has one iterator then, which begins again for whoever looks: no run goes on with it."""
+def test_persistent_workers_continue_while_a_callback_iterates_their_loader():
+    """A plain DataLoader with persistent workers has one iterator, which restarts for the callback and ends the run."""
 
     def make():
         return DataLoader(Numbers(), 4, shuffle=True, num_workers=1, persistent_workers=True)
@@ -84,7 +84,7 @@ def test_worker_processes_that_stay_go_on_beside_one_who_looks():
     assert fit(make(), Prefetch(), Peek("on_train_batch_end"), max_epochs=1).seen == plain.seen
 
 
-def test_a_step_and_a_validation_may_look_too():
+def test_training_and_validation_steps_may_iterate_a_loader():
     plain = fit(LOADERS["shuffled"](), model=PeeksInStep)
     assert fit(LOADERS["shuffled"](), Prefetch(), model=PeeksInStep).seen == plain.seen
     runs = []
@@ -95,7 +95,7 @@ def test_a_step_and_a_validation_may_look_too():
     assert runs[0] == runs[1]
 
 
-def test_one_of_several_loaders_is_looked_at():
+def test_a_callback_may_iterate_one_of_several_loaders():
     class Both(RecordingModel):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch["a"], batch_idx)
@@ -105,14 +105,14 @@ def test_one_of_several_loaders_is_looked_at():
             next(iter(trainer.train_dataloader["a"]))
 
     def run(*callbacks):
-        loaders = {"a": LOADERS["shuffled"](), "b": DataLoader(Numbers(8), 4)}  # which begins again in the epoch
+        loaders = {"a": LOADERS["shuffled"](), "b": DataLoader(Numbers(8), 4)}  # this loader restarts within the epoch
         return fit(CombinedLoader(loaders, "max_size_cycle"), *callbacks, First(), model=Both).seen
 
     assert run(Prefetch()) == run()
 
 
-def test_an_epoch_that_was_left_early_is_followed_by_the_trainers_own():
-    """The next epoch is the Trainer's, though the iterator before it was not at its end."""
+def test_an_epoch_that_ended_early_is_followed_by_a_complete_one():
+    """The next epoch belongs to the Trainer, although the previous iterator was not exhausted."""
 
     class Skips(RecordingModel):
         def on_train_batch_start(self, batch, batch_idx):
@@ -124,15 +124,15 @@ def test_an_epoch_that_was_left_early_is_followed_by_the_trainers_own():
     assert ours.trainer.train_dataloader._live is None or ours.trainer.train_dataloader._position.consumed >= 3
 
 
-# ---- Settings.
+# Settings
 
 
 def made(datamodule, *callbacks):
-    """The loader that a run iterated."""
+    """Return the loader that a run iterated."""
     return fit(datamodule, *callbacks, limit_val_batches=0, max_epochs=1).trainer.train_dataloader
 
 
-def test_a_callback_beside_a_datamodule_with_settings_loses_none_of_them():
+def test_the_prefetch_callback_keeps_the_settings_of_a_datamodule():
     def given(**settings):
         return gives(DataLoader(Numbers(), 4), **settings)
 
@@ -148,7 +148,7 @@ def test_a_callback_beside_a_datamodule_with_settings_loses_none_of_them():
 
 
 @pytest.mark.filterwarnings("ignore:sample_seeds seeds")
-def test_seeds_of_a_datamodule_hold_beside_a_callback():
+def test_the_prefetch_callback_keeps_the_seed_of_a_datamodule():
     class Drawing(Numbers):
         def __getitem__(self, index):
             return torch.rand(4), index
@@ -159,7 +159,7 @@ def test_seeds_of_a_datamodule_hold_beside_a_callback():
     assert losses(Prefetch(), sample_seeds=1) == losses(sample_seeds=1) == losses(Prefetch(sample_seeds=1))
 
 
-def test_persistent_workers_that_no_loader_has_are_told_of():
+def test_persistent_workers_without_workers_warn():
     datamodule = gives(DataLoader(Numbers(), 4), LightningDataModule)
     with pytest.warns(NoEffectWarning, match=r"persistent_workers=True has no effect on a loader of train_dataloader"):
         made(datamodule, Prefetch(persistent_workers=True))
@@ -171,8 +171,8 @@ def test_persistent_workers_that_no_loader_has_are_told_of():
     assert loader.persistent_workers
 
 
-def test_a_loader_that_is_gone_before_the_run_ends_is_not_missed():
-    """As one that was replaced after some epochs."""
+def test_a_loader_may_be_deleted_before_the_run_ends():
+    """As a loader that was replaced after some epochs."""
     callback, trainer = Prefetch(threads=2), quiet_trainer()
     first, second = (PrefetchLoader(Numbers(), 4) for _ in range(2))
     transfer = DeviceTransfer(torch.device("cpu"))
@@ -185,7 +185,7 @@ def test_a_loader_that_is_gone_before_the_run_ends_is_not_missed():
     assert second.transfer is None
 
 
-def test_a_loader_of_dali_prefetches_by_itself_and_others_are_told(recwarn):
+def test_a_dali_loader_is_not_wrapped_and_other_iterables_warn(recwarn):
     callback = Prefetch()
     callback._tell_of_foreign(object.__new__(DALILoader))
     assert not recwarn

@@ -1,4 +1,4 @@
-"""A validation that broke off, or that was due, is made whole by a run that is resumed, and what follows is equal."""
+"""A resumed run repeats an interrupted validation or runs one that was due, and the rest of the run is equal."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
     pytest.mark.filterwarnings("ignore:Loading a batch draws:lightning_turbo.errors.NoEffectWarning"),
-    pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning 2.6 finishes a validation that broke off"),
+    pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="Lightning 2.6 finishes an interrupted validation"),
 ]
 BATCHES = 4
 
@@ -33,7 +33,7 @@ class Stop(Exception):
 
 
 class SaveOnException(pl.Callback):
-    """Saves as Lightning's ``OnExceptionCheckpoint``, which a plain run would go on from by itself."""
+    """Saves like Lightning's ``OnExceptionCheckpoint``, from which a plain run would resume automatically."""
 
     def __init__(self, path):
         self.path = path
@@ -43,7 +43,7 @@ class SaveOnException(pl.Callback):
 
 
 class Rows(Dataset):
-    """Eight samples, one of which may be one that cannot be read; the dataset may draw, from its own generator too."""
+    """Eight samples, one of which may fail to load. The dataset may draw random numbers, or use its own generator."""
 
     def __init__(self, broken=None, rng=None, noise=False):
         self.broken, self.rng, self.noise = broken, rng, noise
@@ -59,7 +59,7 @@ class Rows(Dataset):
 
 
 class Net(pl.LightningModule):
-    """Fails in one hook of one validation, or sends itself a signal there."""
+    """Fails in one hook of one validation, or sends a signal to its process there."""
 
     def __init__(self, fails="", at=0, validation=0, how=Stop):
         super().__init__()
@@ -155,30 +155,30 @@ PLACES = [
 
 
 @matrix(("how", "fails"), list(HOW), PLACES)
-def test_an_error_in_a_validation_at_an_epochs_end(how, fails, tmp_path):
+def test_a_validation_at_the_end_of_an_epoch_is_repeated_after_an_error(how, fails, tmp_path):
     check("shuffled", tmp_path, how, *fails)
 
 
 @matrix(("kind", "fails"), list(VALIDATION), [PLACES[1], PLACES[2], PLACES[5]])
-def test_an_error_in_a_validation_in_the_middle_of_an_epoch(kind, fails, tmp_path):
+def test_a_validation_in_the_middle_of_an_epoch_is_repeated_after_an_error(kind, fails, tmp_path):
     check(kind, tmp_path, "turbo", *fails, val_check_interval=2)
 
 
 @pytest.mark.parametrize("kind", VALIDATION)
-def test_part_of_the_validation_data(kind, tmp_path):
+def test_a_validation_on_part_of_the_data_is_repeated(kind, tmp_path):
     check(kind, tmp_path, "prefetch", "validation_step", 1, 1, limit_val_batches=2, check_val_every_n_epoch=1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}], ids=["epoch", "middle"])
 @pytest.mark.parametrize("how", ["turbo", "prefetch"])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_signal_in_a_validation(how, settings, at, tmp_path):
-    """Lightning raises behind the batch in which it came."""
+def test_a_validation_is_repeated_after_a_signal(how, settings, at, tmp_path):
+    """Lightning raises an exception after the batch in which the signal came."""
     check("shuffled", tmp_path, how, "validation_step", at, 1, by=signal.SIGTERM, **settings)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
-def test_the_validation_is_made_after_an_epoch_of_other_batches(batch_size, tmp_path):
+def test_a_validation_is_repeated_after_the_batch_size_changed(batch_size, tmp_path):
     first, rest = Net("validation_step", 2, 0), Net()
     with pytest.raises(Stop):
         fit(first, tmp_path, callbacks=(ExactResume(),))
@@ -194,8 +194,8 @@ def test_the_validation_is_made_after_an_epoch_of_other_batches(batch_size, tmp_
     ("due", "kind", "how"), [(2, 2), (2, 6), (1.0, 4), (1.0, 8)], ["shuffled", "whose dataset draws"],
     ["turbo", "prefetch"],
 )  # fmt: skip
-def test_a_validation_that_was_due_is_made(due, kind, how, tmp_path):
-    """Lightning's step saves are made between a step and the validation after it."""
+def test_a_validation_that_was_due_runs_after_a_resume(due, kind, how, tmp_path):
+    """Lightning saves a checkpoint of a step before the validation that follows it."""
     interval, step = due
     settings = {"val_check_interval": interval, "max_epochs": 3}
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=step, save_top_k=-1)
@@ -214,8 +214,8 @@ def test_a_validation_that_was_due_is_made(due, kind, how, tmp_path):
     list(VALIDATION),
     ["on_train_epoch_end", "on_validation_start", "on_validation_end", "on_train_batch_end"],
 )
-def test_the_next_validation_goes_on_with_its_loaders(kind, hook, tmp_path):
-    """Their generators, and those of their datasets, stand where those of a run stand that was not stopped."""
+def test_the_next_validation_continues_the_generators_of_its_loaders(kind, hook, tmp_path):
+    """Their generators, and those of their datasets, have the states of an uninterrupted run."""
     whole, rest = Net(), Net()
     settings = {"strategy": "turbo", "val_check_interval": 2}
     batches = 5 if hook == "on_train_batch_end" else 4
@@ -227,7 +227,7 @@ def test_the_next_validation_goes_on_with_its_loaders(kind, hook, tmp_path):
 
 
 class Reloaded(pl.LightningDataModule):
-    """Whose loaders are made again in each epoch, with generators that begin again."""
+    """Its loaders are created again in each epoch, with newly seeded generators."""
 
     def train_dataloader(self):
         return PrefetchLoader(Rows(), 2, shuffle=True, generator=seeded(1))
@@ -243,7 +243,7 @@ class Reloaded(pl.LightningDataModule):
     (3, "on_train_batch_end"), (4, "on_train_epoch_end"), (5, "on_train_batch_end"), (6, "on_train_batch_end"),
 ])  # fmt: skip
 @pytest.mark.parametrize("every", [1, 2])
-def test_loaders_that_are_made_again_after_the_stop(every, batches, hook, settings, tmp_path):
+def test_reloaded_validation_dataloaders_resume(every, batches, hook, settings, tmp_path):
     settings |= {"reload_dataloaders_every_n_epochs": every, "num_sanity_val_steps": 2, "max_epochs": 4}
     nets = []
     for ckpt in (None, tmp_path / "at.ckpt"):
@@ -258,8 +258,8 @@ def test_loaders_that_are_made_again_after_the_stop(every, batches, hook, settin
     assert rest.metrics == whole.metrics[-len(rest.metrics) :]
 
 
-def test_other_validation_loaders_begin_as_new_ones(tmp_path):
-    """A state of validation loaders never keeps a run from going on."""
+def test_changed_validation_loaders_start_without_a_state(tmp_path):
+    """A state of validation loaders never prevents a resume."""
     save = Save(tmp_path / "at.ckpt", 4, "on_train_epoch_end")
     fit(Net(), tmp_path, "with a generator", callbacks=(save,), strategy="turbo")
     for kind in ("in order", "two of them", "whose dataset draws"):
@@ -268,7 +268,7 @@ def test_other_validation_loaders_begin_as_new_ones(tmp_path):
         assert len(rest.metrics) == 2
 
 
-def test_lightning_itself_finishes_as_many_batches(tmp_path):
+def test_lightning_finishes_an_interrupted_validation_with_as_many_batches(tmp_path):
     with pytest.raises(Stop):
         fit(Net("validation_step", 2, 1), tmp_path)
     rest = Net()

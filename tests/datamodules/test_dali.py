@@ -26,7 +26,7 @@ def photos(tmp_path_factory):
 
 
 class Model(LightningModule):
-    """Keeps what it saw: (epoch, batch, numbers of the files, sum of the pixels)."""
+    """Records its batches: (epoch, batch, numbers of the files, sum of the pixels)."""
 
     def __init__(self, inputs=3 * 8 * 8, reads_length=False):
         super().__init__()
@@ -80,26 +80,26 @@ def numbers(entries, epoch=None):
 
 @pytest.fixture(scope="module")
 def whole(photos):
-    """Three undisturbed epochs."""
+    """Three uninterrupted epochs."""
     with warnings.catch_warnings():  # a fixture is not covered by the marks above
         warnings.simplefilter("ignore")
         return fit(photos, max_epochs=3)[0]
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 6), (True, 5)])
-def test_every_epoch_is_whole_and_as_long_as_it_says(photos, whole, drop_last, steps):
+def test_every_dali_epoch_is_complete_and_has_the_length_of_the_loader(photos, whole, drop_last, steps):
     module = data(photos, drop_last=drop_last)
     assert not module.loaders["train"].built
     model, runner, _ = fit(photos, module)
     assert not module.loaders["train"].built, "teardown releases what setup has built"
     often, _, _ = fit(photos, module, val_check_interval=2)
-    assert often.trained == model.trained, "validation within an epoch disturbs nothing"
+    assert often.trained == model.trained, "validation within an epoch does not affect training"
     assert runner.num_training_batches == steps
     assert runner.global_step == 2 * steps
     assert runner.num_val_batches == [6]
     for epoch in range(2):
         assert len(set(numbers(model.trained, epoch))) == (20 if drop_last else 21)
-        # Validation saw two batches before training, then everything once an epoch, whatever training does.
+        # Validation used two batches before training, then all batches once per epoch, independent of training.
         assert sorted(numbers(model.validated[2:], epoch)) == list(range(21))
     assert numbers(model.trained, 0) != numbers(model.trained, 1)
 
@@ -113,7 +113,7 @@ def stops(trainer):
 
 
 @pytest.mark.parametrize("how", [ctrl_c, stops])
-def test_an_epoch_broken_off_and_another_fit_with_the_same_data(photos, whole, how):
+def test_another_fit_with_the_same_dali_datamodule_after_an_interrupted_epoch(photos, whole, how):
     class Break(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 2:
@@ -126,7 +126,7 @@ def test_an_epoch_broken_off_and_another_fit_with_the_same_data(photos, whole, h
     except (KeyboardInterrupt, SystemExit):
         pass
     finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from there on
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
     assert model.trained == whole.trained[:3]
     again, _, _ = fit(photos, module, max_epochs=3)
     assert again.trained == whole.trained
@@ -146,7 +146,7 @@ def written(files, shard_id, num_shards):
 
 
 def read(files, shard_id, num_shards, order_seed, shuffle=True):
-    """The reader of ``written`` in dynamic mode."""
+    """The pipeline of ``written`` in dynamic mode."""
     return dynamic.readers.File(
         files=files, labels=list(range(len(files))), shard_id=shard_id, num_shards=num_shards, random_shuffle=shuffle,
         initial_fill=8, pad_last_batch=True, seed=order_seed, enable_checkpointing=True,
@@ -204,7 +204,7 @@ def test_dynamic_mode_trains_validates_tests_and_predicts_each_sample_once(photo
     ("auto", "dynamic", 1.0, 10, "on_train_batch_end"), ("turbo", "dynamic", 4, 8, "on_train_epoch_end"),
     ("turbo", "folder", 1.0, 12, "on_train_epoch_end"), ("turbo", "written", 1.0, 12, "on_train_batch_end"),
 ])  # fmt: skip
-def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind, limit, batches, hook):
+def test_a_resumed_dali_run_equals_an_uninterrupted_one(photos, tmp_path, strategy, kind, limit, batches, hook):
     path = tmp_path / "kept.ckpt"
     settings = {"max_epochs": 3, "limit_train_batches": limit, "strategy": strategy}
     model, _, _ = fit(photos, of(kind, photos), callbacks=[Save(path, batches, hook)], **settings)
@@ -214,7 +214,7 @@ def test_resumed_anywhere_the_run_ends_the_same(photos, tmp_path, strategy, kind
     assert torch.equal(resumed.layer.weight, model.layer.weight)
 
 
-def test_the_loader_alone_resumes_too(photos, whole, tmp_path):
+def test_a_dali_loader_without_a_datamodule_resumes(photos, whole, tmp_path):
     path = tmp_path / "kept.ckpt"
 
     def run(ckpt_path=None, callbacks=()):
@@ -231,7 +231,7 @@ def test_the_loader_alone_resumes_too(photos, whole, tmp_path):
     assert run(path).trained == whole.trained[7:12]
 
 
-def test_beside_a_plain_dataloader_and_a_hook_of_a_subclass(photos, whole):
+def test_a_dali_datamodule_with_a_plain_dataloader_and_a_hook_of_a_subclass(photos, whole):
     images = [(torch.zeros(3, 8, 8), torch.tensor(n), n) for n in range(5)]
     plain = torch.utils.data.DataLoader(images, batch_size=2)
 
@@ -245,7 +245,7 @@ def test_beside_a_plain_dataloader_and_a_hook_of_a_subclass(photos, whole):
         assert numbers(model.validated, 1) == list(range(5))
 
 
-def test_sources_of_every_kind(photos, tmp_path):
+def test_a_dali_datamodule_accepts_every_kind_of_source(photos, tmp_path):
     few = make_photos(tmp_path, per_class=1)
     (few / "gravel" / "000.jpg").unlink()
     (few / "gravel").rmdir()  # the classes are those of training
@@ -266,7 +266,7 @@ def test_sources_of_every_kind(photos, tmp_path):
     assert numbers(model.tested) == [0, 1]
 
 
-def test_sources_whose_labels_differ_are_refused(photos, tmp_path):
+def test_dali_sources_with_different_labels_are_refused(photos, tmp_path):
     (tmp_path / "asphalt").mkdir()
     make_photos(tmp_path, per_class=1)
     (tmp_path / "brick" / "000.jpg").rename(tmp_path / "asphalt" / "000.jpg")
@@ -281,7 +281,7 @@ def test_sources_whose_labels_differ_are_refused(photos, tmp_path):
             DALIDataModule(**sources, batch_size=4)
 
 
-def test_ranks_that_the_trainer_starts_share_the_cores(photos, monkeypatch):
+def test_dali_ranks_share_the_cores(photos, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     module = DALIDataModule(photos, photos, batch_size=4, images={"size": 8})
@@ -306,7 +306,7 @@ def test_wrong_arguments_are_refused(sources, error, message):
         DALIDataModule(**sources, batch_size=4)
 
 
-def test_what_is_missing_is_named(photos, monkeypatch):
+def test_a_missing_dali_source_is_named(photos, monkeypatch):
     with pytest.raises(ValueError, match="trainer: expected a Trainer"):
         data(photos).setup("fit")
     monkeypatch.setattr(_optional, "installed_version", lambda name: None)
@@ -314,7 +314,7 @@ def test_what_is_missing_is_named(photos, monkeypatch):
         DALIDataModule(photos, batch_size=4)
 
 
-def test_a_loader_of_another_class_takes_no_part_in_checkpoints_of_dali_s():
+def test_other_loaders_are_not_part_of_dali_checkpoints():
     loader = torch.utils.data.DataLoader(torch.arange(4), 2)
     data = DALIDataModule(loader, batch_size=2)
     assert data.state_dict() == {}

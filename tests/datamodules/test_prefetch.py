@@ -1,4 +1,4 @@
-"""Prefetch and PrefetchDataModule under a real Trainer: the same training, and nothing left behind."""
+"""Prefetch and PrefetchDataModule in a real Trainer: the same training, and nothing left behind."""
 
 import contextlib
 import copy
@@ -42,7 +42,7 @@ pytestmark = [
 
 
 class Theirs(LightningDataModule):
-    """A DataModule as users have it, with an argument of the same name as one of ours."""
+    """A user's DataModule with an argument that has the same name as one of ours."""
 
     def __init__(self, num_workers=0):
         super().__init__()
@@ -76,7 +76,7 @@ class Unseeing(RecordingModel):
 
 
 def loaders_of(data, *callbacks, **settings):
-    """What a Trainer iterates for training, in the structure that it was given in; the run is over then."""
+    """Run a fit and return the training loaders that the Trainer iterated, in their original structure."""
     model = fit(data, *callbacks, model=Unseeing, **{"limit_val_batches": 0, "max_epochs": 1, **settings})
     return model.trainer.train_dataloader
 
@@ -103,7 +103,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_training_is_the_same_bit_for_bit_and_nothing_is_left(settings):
+def test_training_with_prefetch_is_the_same_bit_for_bit_and_leaves_nothing_behind(settings):
     plain = fit(Theirs(), **settings)
     for ours in (fit(Mine(), **settings), fit(Theirs(), Prefetch(), **settings)):
         assert ours.losses == plain.losses
@@ -111,7 +111,7 @@ def test_training_is_the_same_bit_for_bit_and_nothing_is_left(settings):
 
 
 @pytest.mark.parametrize(("workers", "error"), [(0, ValueError), (1, None), (1, KeyboardInterrupt)])
-def test_a_fit_that_ends_early_leaves_nothing(workers, error):
+def test_a_fit_with_prefetch_that_ends_early_leaves_nothing_behind(workers, error):
     class Stops(RecordingModel):
         def training_step(self, batch, batch_idx):
             if batch_idx == 3:
@@ -145,7 +145,7 @@ def test_fit_twice_then_test_and_predict():
     assert isinstance(one.predict_dataloaders, PrefetchLoader)
 
 
-def test_it_can_be_inherited_alone_and_what_is_not_defined_stays_undefined():
+def test_prefetch_datamodule_can_be_the_only_base_class_and_defines_no_other_hooks():
     loader = DataLoader(Numbers(), 4, shuffle=True)
     plain = fit(Theirs(), limit_val_batches=0)
     for settings in ({"prefetch_batches": 2}, {"threads": 3}):
@@ -168,7 +168,7 @@ STRUCTURES = {
 
 @EACH_DOOR
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
-def test_loaders_in_any_structure(structure, door):
+def test_prefetch_accepts_loaders_in_any_structure(structure, door):
     def leaves(loaders):
         return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
 
@@ -176,14 +176,14 @@ def test_loaders_in_any_structure(structure, door):
     got = ours.trainer.train_dataloader
     assert structure is A or type(got) is type(getattr(structure, "iterables", structure))
     assert {(type(leaf), leaf.threads) for leaf in leaves(got)} == {(PrefetchLoader, 2)}
-    # The user's own are left alone, but in a CombinedLoader, whose parts Lightning itself replaces.
+    # The user's structure is not changed, except for a CombinedLoader, whose parts Lightning replaces.
     assert {type(leaf) for leaf in tree_leaves(structure)} <= {DataLoader, CombinedLoader}
     plain = fit(gives(structure, LightningDataModule), model=Unseeing, limit_val_batches=0)
     assert ours.seen == plain.seen
 
 
 class Wrapper:
-    """As webdataset's WebLoader: a loader inside, stages behind it."""
+    """Like webdataset's WebLoader: a loader followed by further stages."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -197,7 +197,7 @@ class Wrapper:
 
 @EACH_DOOR
 @pytest.mark.parametrize("make", [lambda: range(3), lambda: Wrapper(A), lambda: [torch.ones(2)] * 2])
-def test_what_is_no_dataloader_is_used_as_it_is_which_is_said(make, door):
+def test_an_iterable_that_is_not_a_dataloader_is_not_wrapped_and_warns(make, door):
     foreign = make() if not isinstance(make(), list) else {"a": Wrapper(make())}
     with pytest.warns(NoEffectWarning, match="has no effect on a (range|Wrapper), which is not a DataLoader"):
         got = loaders_of(*door(foreign, sample_seeds=1))
@@ -205,7 +205,7 @@ def test_what_is_no_dataloader_is_used_as_it_is_which_is_said(make, door):
 
 
 class Live(IterableDataset):
-    """A stream that goes on: what is drawn ahead of the Trainer is lost."""
+    """An endless stream: samples that are drawn ahead of the Trainer are lost."""
 
     def __init__(self):
         self.count = 0
@@ -221,7 +221,7 @@ class Live(IterableDataset):
 
 @EACH_DOOR
 @pytest.mark.parametrize("limit", [5, 1])
-def test_a_live_stream_loses_nothing_where_the_trainer_limits_an_epoch(door, limit):
+def test_a_live_stream_loses_no_sample_with_limit_train_batches(door, limit):
     class Slow(Unseeing):
         def training_step(self, batch, batch_idx):
             time.sleep(0.004)
@@ -232,7 +232,7 @@ def test_a_live_stream_loses_nothing_where_the_trainer_limits_an_epoch(door, lim
     assert fit(*door(live), model=Slow, **settings).seen == list(range(1, 3 * limit + 1))
 
 
-def test_validation_of_a_live_stream_draws_what_it_is_limited_to():
+def test_validation_of_a_live_stream_draws_only_limit_val_batches():
     live = Live()
     stream = DataLoader(live, batch_size=1)
     model = type("Any", (Unseeing,), {"validation_step": lambda *_: None})
@@ -250,7 +250,7 @@ def as_class_method(loader):
 
 @pytest.mark.parametrize("kind", [as_static, as_class_method])
 @pytest.mark.parametrize("bases", [(PrefetchDataModule,), (PrefetchDataModule, LightningDataModule), (Mine,)])
-def test_methods_of_other_kinds(kind, bases):
+def test_dataloader_methods_may_be_static_or_class_methods(kind, bases):
     datamodule = type("Data", bases, {"train_dataloader": kind(A)})()
     assert isinstance(loaders_of(datamodule), PrefetchLoader)
     datamodule = type("Data", bases, {})()
@@ -259,7 +259,7 @@ def test_methods_of_other_kinds(kind, bases):
 
 
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
-def test_one_loader_for_training_and_validation():
+def test_training_and_validation_may_share_one_loader():
     loader = DataLoader(Numbers(), 4, shuffle=True)
     settings = {"validation": loader, "val_check_interval": 2}
     plain, ours = fit(loader, **settings), fit(loader, Prefetch(), **settings)
@@ -268,7 +268,7 @@ def test_one_loader_for_training_and_validation():
 
 @pytest.mark.parametrize("exact_resume", [True, False])
 @pytest.mark.parametrize("door", list(DOORS)[:2])
-def test_exact_resume_is_added_where_it_is_asked_for(door, exact_resume):
+def test_exact_resume_is_added_on_request(door, exact_resume):
     data, *callbacks = DOORS[door](A, exact_resume=exact_resume)
     trainer = quiet_trainer(max_epochs=1, limit_val_batches=0, callbacks=callbacks)
     own = [*trainer.callbacks]
@@ -278,7 +278,7 @@ def test_exact_resume_is_added_where_it_is_asked_for(door, exact_resume):
 
 
 @pytest.mark.parametrize("error", [None, OSError])
-def test_the_next_datamodule_of_a_trainer_is_not_prefetched(error):
+def test_prefetch_ends_with_the_run_of_its_datamodule(error):
     class Stops(RecordingModel):
         def on_train_batch_end(self, *_):
             if error is not None:
@@ -303,7 +303,7 @@ def test_from_datasets():
     assert (loader.batch_size, loader.prefetch_batches) == (4, 3)
 
 
-def test_device_transform():
+def test_prefetch_applies_the_device_transform():
     class Sees(RecordingModel):
         def training_step(self, batch, batch_idx):
             assert batch.dtype == torch.float32
@@ -321,15 +321,15 @@ def test_device_transform():
         fit(datamodule, model=Hooked)
 
 
-def test_a_loader_of_the_users_has_its_own_transfer_again_after_the_run():
+def test_the_users_loader_gets_its_device_transfer_back_after_the_run():
     loader = PrefetchLoader(torch.ones(4, 4), 2)
     fit(loader, Prefetch(device_transform=lambda batch: batch * 0))
     assert loader.transfer is None
     assert next(iter(loader)).sum() == 8
 
 
-def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_batch():
-    """The choice alone: a strategy that says it works on a CUDA device is pretended."""
+def test_device_prefetch_is_disabled_with_a_warning_if_transfer_hooks_are_overridden():
+    """Tests only the decision, with a fake strategy that reports a CUDA device."""
 
     class Hooked(RecordingModel):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
@@ -361,7 +361,7 @@ def test_device_prefetch_is_set_aside_with_a_warning_where_hooks_must_see_each_b
 
 
 def test_auto_workers(capsys, monkeypatch):
-    """Measured once for each stage, though the loaders are made for each epoch."""
+    """Measured once for each stage, although the loaders are created again for each epoch."""
     monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=1.0))
     datamodule = gives(DataLoader(Numbers(), 4), auto_workers=True)
     for found in (1, 0):
@@ -391,14 +391,14 @@ class Unmeasurable(Rows):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Total length of `(PrefetchLoader|CombinedLoader)` across ranks is zero")
-def test_auto_workers_leave_a_loader_alone_that_gives_nothing_to_measure(dataset, why, monkeypatch):
+def test_auto_workers_do_not_change_a_loader_that_cannot_be_measured(dataset, why, monkeypatch):
     monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=2.0, show=None))
     datamodule = gives(DataLoader(dataset, batch_size=1), auto_workers=True)
-    told = f"does not change a loader of train_dataloader with num_workers=0: .*{why}"
-    with pytest.warns(NoEffectWarning, match=told), contextlib.suppress(OSError):
+    message = f"does not change a loader of train_dataloader with num_workers=0: .*{why}"
+    with pytest.warns(NoEffectWarning, match=message), contextlib.suppress(OSError):
         loaders_of(datamodule)
     if dataset.error is None:
-        loader = loaders_of(datamodule)  # which is not measured again
+        loader = loaders_of(datamodule)  # this loader is not measured again
         assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
     else:
         with pytest.raises(OSError, match="bad disk"):
@@ -410,12 +410,15 @@ KEPT = {
     "a stream": (Stream, "is an IterableDataset"),
     "an open file": (lambda: Unmeasurable(8, thing=open(__file__, "rb")), "processes cannot share"),  # noqa: SIM115
     "a connection": (lambda: Unmeasurable(8, thing=sqlite3.connect(":memory:")), "processes cannot share"),
-    "half of it": (lambda: Subset(Unmeasurable(8, thing=threading.Lock()), range(4)), "processes cannot share"),
+    "a lock": (
+        lambda: Subset(Unmeasurable(8, thing=threading.Lock()), range(4)),
+        "processes cannot share",
+    ),
 }
 
 
 @pytest.mark.parametrize(("make", "why"), KEPT.values(), ids=KEPT)
-def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make, why):
+def test_auto_workers_keep_0_workers_if_the_dataset_cannot_be_copied_to_processes(make, why):
     dataset = make()
     with pytest.warns(NoEffectWarning, match=f"does not change a loader of train_dataloader with .*{why}"):
         loader = loaders_of(gives(DataLoader(dataset, batch_size=2), auto_workers=True))
@@ -425,7 +428,7 @@ def test_auto_workers_keep_0_workers_where_processes_could_load_other_data(make,
 
 
 class Shares(Numbers):
-    """As one file that the whole DataModule reads: two threads must not be inside at the same time."""
+    """Like one file that all loaders of the DataModule read: two threads must not read at the same time."""
 
     lock = threading.Lock()
 
@@ -437,7 +440,7 @@ class Shares(Numbers):
 
 
 @pytest.mark.parametrize("settings", [{}, {"overfit_batches": 8}], ids=["as given", "made again by Lightning"])
-def test_loaders_of_one_datamodule_load_in_turns_whatever_they_share(settings):
+def test_loaders_of_one_datamodule_never_load_at_the_same_time(settings):
     datamodule = gives(DataLoader(Shares(32), batch_size=2))
     datamodule.val_dataloader = lambda: DataLoader(Shares(32), batch_size=2)
     fit(datamodule, val_check_interval=4, max_epochs=1, **settings)
@@ -453,7 +456,7 @@ class Forever:
 
 
 class Endless(DataLoader):
-    """Keeps one endless iterator for all epochs, whose worker processes end with the loader."""
+    """Keeps one endless iterator for all epochs. Its worker processes end with the loader."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -482,17 +485,17 @@ def test_a_loader_with_one_endless_iterator(workers):
     assert run(PrefetchDataModule) == run(LightningDataModule)
 
 
-def test_a_loader_with_prefetching_of_its_own_is_used_as_it_is():
+def test_a_loader_that_prefetches_is_not_wrapped():
     own = PrefetchLoader(Numbers(), 4, prefetch_batches=2, threads=3)
     next(iter(own))
     own.load_state_dict(own.state_dict())
     model = fit(gives(own, prefetch_batches=5), max_epochs=1)
     assert model.trainer.train_dataloader is own
     assert (own.prefetch_batches, own.threads) == (2, 3)
-    assert len(model.seen) == 5  # it goes on from the state that was loaded
+    assert len(model.seen) == 5  # it resumes from the loaded state
 
 
-def test_a_constructor_that_does_not_call_up_is_told():
+def test_a_constructor_without_super_init_is_an_error():
     class Forgets(Mine):
         def __init__(self):
             self.x = 1
@@ -501,14 +504,14 @@ def test_a_constructor_that_does_not_call_up_is_told():
         fit(Forgets())
 
 
-def test_it_can_be_pickled():
+def test_prefetch_datamodule_can_be_pickled():
     twin = pickle.loads(pickle.dumps(Mine(prefetch_batches=3, threads=2)))
     loader = loaders_of(twin)
     assert (loader.prefetch_batches, loader.threads) == (3, 2)
 
 
 class Saves(LightningDataModule):
-    """A DataModule that saves its arguments and works with what it saved."""
+    """A DataModule that calls ``save_hyperparameters`` and uses ``hparams``."""
 
     def __init__(self, batch_size: int = 4, num_workers: int = 0, pin_memory: bool = False):
         super().__init__()
@@ -533,7 +536,7 @@ class HandsOnMine(PrefetchDataModule, HandsOn):
 
 @pytest.mark.parametrize("cls", [SavesMine, HandsOnMine])
 @pytest.mark.parametrize("given", [{}, {"num_workers": 1, "batch_size": 8}], ids=str)
-def test_a_class_behind_that_saves_its_arguments_finds_what_it_got(cls, given, monkeypatch, tmp_path):
+def test_save_hyperparameters_of_a_base_class_finds_its_arguments(cls, given, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["train"])
     words = [f"--data.{name}={value}" for name, value in given.items()]
     cli = LightningCLI(RecordingModel, cls, run=False, args=words, seed_everything_default=False)
@@ -549,7 +552,7 @@ def test_a_class_behind_that_saves_its_arguments_finds_what_it_got(cls, given, m
     assert again.hparams == one.datamodule.hparams
 
 
-def test_arguments_given_by_position_and_of_one_in_front_are_saved():
+def test_save_hyperparameters_includes_positional_arguments_and_those_of_a_subclass():
     class InFront(SavesMine):
         def __init__(self, num_workers=None):
             super().__init__(num_workers=num_workers)
@@ -561,7 +564,7 @@ def test_arguments_given_by_position_and_of_one_in_front_are_saved():
 
 
 @pytest.mark.parametrize("reload", [0, 1])
-def test_a_prefetch_loader_of_the_users_is_given_back_as_it_was(reload):
+def test_the_users_prefetch_loader_is_restored_after_the_run(reload):
     loader = PrefetchLoader(Numbers(), 4)
     run = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": reload}
     added = Prefetch(device_transform=lambda batch: batch)
@@ -571,10 +574,10 @@ def test_a_prefetch_loader_of_the_users_is_given_back_as_it_was(reload):
 
 
 class Dealt(Stream):
-    """A stream that divides its numbers among the worker processes; with one too many it would repeat them."""
+    """A stream that divides its numbers among the worker processes. With too many workers it would repeat some."""
 
 
-def test_a_number_of_workers_that_one_stream_keeps_is_given_to_no_other(monkeypatch):
+def test_the_worker_count_of_one_stream_is_not_used_for_another(monkeypatch):
     class Blind(RecordingModel):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             pass
@@ -594,7 +597,7 @@ def test_a_number_of_workers_that_one_stream_keeps_is_given_to_no_other(monkeypa
 
 
 class Drawing(Numbers):
-    """Draws while it loads."""
+    """Draws random numbers while it loads."""
 
     def __getitem__(self, index):
         row, number = super().__getitem__(index)
@@ -618,7 +621,7 @@ STAYING = {"num_workers": 1, "persistent_workers": True}
     ("shuffled", {}), ("lazy", {}), ("drawing", {}), ("drawing", STAYING),
     pytest.param("shuffled", STAYING, marks=pytest.mark.slow), pytest.param("lazy", STAYING, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_epochs_that_are_broken_off(loader, workers):
+def test_prefetch_with_epochs_that_end_early(loader, workers):
     loader = BROKEN_OFF[loader]
 
     def run(base, pause):
@@ -649,7 +652,7 @@ def test_epochs_that_are_broken_off(loader, workers):
     assert run(PrefetchDataModule, 0.02) == want
 
 
-def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
+def test_a_loader_that_outlives_its_trainer_prefetches_to_its_end():
     data = gives(DataLoader(Numbers(64), 4))
     fit(data, max_epochs=1, limit_train_batches=2, limit_val_batches=0)
     loader = data.trainer.train_dataloader
@@ -665,7 +668,7 @@ def test_a_loader_that_outlives_its_trainer_is_loaded_ahead_to_its_end():
     assert len(list(loader)) == 16
 
 
-def test_a_trainer_that_is_set_again_has_the_callback_once():
+def test_setting_the_trainer_again_adds_the_prefetch_callback_once():
     data, trainer = gives(DataLoader(Numbers(8), 4)), SimpleNamespace(callbacks=["own"])
     for _ in range(2):
         data.trainer = trainer

@@ -17,7 +17,7 @@ EACH_STRATEGY = pytest.mark.parametrize("strategy", ["auto", "turbo"])
 
 
 def matrix(names, *axes, times=2):
-    """Parametrize by all combinations. The short form runs some of them, in which each value occurs at least ``times`` times."""
+    """Parametrize by all combinations. In the short form, each value occurs at least ``times`` times."""
     sizes = [len(axis) for axis in axes]
     most = max(sizes)
     short = {tuple((k + k // most * n) % size for n, size in enumerate(sizes)) for k in range(times * most)}

@@ -172,14 +172,14 @@ def train(level, folder, kills, epochs):
     """Train on a rank in one attempt of the job.
 
     Args:
-        level: Of ApexAMP.
+        level: The level of ApexAMP.
         folder: The folder of the job.
         kills: A comma-separated list of ``where:rank:step:seed``; one happens in each attempt, in order.
-        epochs: Of the whole run.
+        epochs: The epochs of the uninterrupted run.
     """
     thread_policy.MIN_BATCH_SECONDS = 0.0  # these samples load fast, but must be loaded in the background
     folder = Path(folder)
-    for path in folder.rglob("*.ckpt"):  # what the attempt before left
+    for path in folder.rglob("*.ckpt"):  # files of the previous attempt
         torch.load(path, weights_only=True)
     kill = Kill(folder, [kill.split(":") for kill in kills.split(",") if kill])
     saves = ModelCheckpoint(
@@ -189,8 +189,8 @@ def train(level, folder, kills, epochs):
     strategy = TurboDDPStrategy(checkpoint_io=AtomicCheckpointIO(background=level == "O2"))
     trainer = quiet_trainer(
         devices=2, strategy=strategy, max_epochs=int(epochs), accumulate_grad_batches=WINDOW,
-        callbacks=[saves, Attempts(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)], gradient_clip_val=1.0,
-        enable_checkpointing=True,
+        callbacks=[saves, Attempts(kill, folder)], plugins=[ApexAMP(level, dtype=torch.bfloat16)],
+        gradient_clip_val=1.0, enable_checkpointing=True,
     )  # fmt: skip
     data = gives(DataLoader(samples(kill), batch_size=BATCH, shuffle=True), prefetch_batches=2)
     trainer.fit(Net(kill), data, ckpt_path="last", **unpickling(True))

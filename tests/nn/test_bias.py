@@ -1,4 +1,4 @@
-"""Biases before a norm: which go, which stay, and what stays the same."""
+"""Biases before a norm: which are dropped, which stay, and what does not change."""
 
 import contextlib
 import copy
@@ -16,7 +16,7 @@ from lightning_turbo.nn import drop_bias_before_norm
 
 
 def warmed(module, x):
-    """Gives the norms statistics and the biases values of their own."""
+    """Set nontrivial running statistics and biases."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -39,11 +39,11 @@ def train(module, x):
     return seen
 
 
-def close(a, b, tolerance=1e-5):  # float32 adds in another order
+def close(a, b, tolerance=1e-5):  # float32 sums in another order
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_the_graph_decides_not_names_or_order():
+def test_biases_before_norms_are_found_in_the_graph_not_by_names_or_order():
     def forward(net, x):
         return net.last(net.norm(net.other(net.body(net.conv(x)))))
 
@@ -78,11 +78,11 @@ def test_training_and_evaluation_give_the_same_numbers(layer, norms, settings):
     for mode in (True, False):
         close(without.train(mode)(x), net.train(mode)(x))
     losses = [train(each.train(), x) for each in (without, net)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # rounding, six steps long
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # rounding over six steps
     close(without.eval()(x), net.eval()(x), 1e-4)
 
 
-# Biases that stay.
+# Biases that stay
 
 
 class ConvNorm(nn.Module):
@@ -137,14 +137,14 @@ DIRECTLY = "no convolution with a bias is directly followed by a batch or instan
     (nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)), DIRECTLY),
     (nn.Sequential(Opaque(), nn.ReLU()), "0 cannot be traced: pass its submodules, not compiled"),
 ])  # fmt: skip
-def test_a_bias_that_may_count_stays_with_the_reason(net, reason):
+def test_a_bias_that_may_have_an_effect_stays_and_the_reason_is_given(net, reason):
     before = copy.deepcopy(net.state_dict())
     with pytest.warns(NoEffectWarning, match=reason):
         assert not drop_bias_before_norm(net).dropped
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-def test_a_part_that_cannot_be_traced_keeps_its_biases_and_the_rest_loses_them():
+def test_a_submodule_that_cannot_be_traced_keeps_its_biases():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Opaque())
     assert drop_bias_before_norm(net).dropped == {"0": "1"}
     assert net[2].conv.bias is not None
@@ -154,7 +154,7 @@ def test_a_part_that_cannot_be_traced_keeps_its_biases_and_the_rest_loses_them()
         drop_bias_before_norm(3)
 
 
-class Moody(ConvNorm):
+class SideEffects(ConvNorm):
     """Has side effects of every kind in ``forward``, and optional arguments."""
 
     def __init__(self, fails):
@@ -171,7 +171,7 @@ class Moody(ConvNorm):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_tracing_does_not_change_the_module_or_the_global_rng(fails):
-    net = Moody(fails)
+    net = SideEffects(fails)
     weight = net.conv.weight.clone()
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
     with pytest.raises(ValueError, match="can trace") if fails else contextlib.nullcontext():
@@ -186,11 +186,11 @@ def nested():
     return nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.Conv2d(4, 1, 1))
 
 
-# Checkpoints, old and new.
+# Checkpoints with and without biases
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_is_saved_without_biases_loads_into_both_networks(copied):
+def test_a_state_dict_without_biases_loads_into_both_networks(copied):
     x = torch.randn(2, 3, 5, 5)
     old, net = warmed(nested(), x).eval(), nested()
     net.load_state_dict(old.state_dict())
@@ -202,13 +202,13 @@ def test_what_is_saved_without_biases_loads_into_both_networks(copied):
     for target in (plain, again):
         target.load_state_dict(net.state_dict())
         close(target.eval()(x), old(x))
-    again[1].load_state_dict(net[1].state_dict())  # the part alone
+    again[1].load_state_dict(net[1].state_dict())  # the submodule only
     assert again[1][0].bias is None
     assert net.half().state_dict()["1.0.bias"].dtype is torch.float16
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_checkpoint_with_biases_is_refused_where_they_are_gone(strict):
+def test_a_state_dict_with_biases_is_refused_after_they_were_dropped(strict):
     net = nested()
     state = {name: value.clone() for name, value in net.state_dict().items()}
     drop_bias_before_norm(net)
@@ -219,7 +219,7 @@ def test_a_checkpoint_with_biases_is_refused_where_they_are_gone(strict):
 
 
 @pytest.mark.parametrize("later", ["fused", "another norm"])
-def test_a_layer_or_norm_that_is_replaced_later_saves_and_loads_its_own_bias(later):
+def test_a_layer_or_norm_replaced_later_saves_and_loads_its_bias(later):
     def make():
         net = nested()
         drop_bias_before_norm(net)

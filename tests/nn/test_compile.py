@@ -1,4 +1,4 @@
-"""A network that is compiled in place: the same results and names, each block once, and nothing left afterwards."""
+"""A network compiled in place: the same results and names, each block compiled once, and nothing left afterwards."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from torch._dynamo.utils import CompilationMetrics
 
 from lightning_turbo.nn.compile import CompileReport, compile_counts, compiled_in_place, repeated_blocks
 
-# What torch itself reads while it compiles.
+# Deprecated attributes that torch reads while it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
@@ -39,7 +39,7 @@ def model(*parts):
 
 @pytest.fixture
 def backend():
-    """Counts the graphs that it is asked to compile, and runs them as they are."""
+    """A backend that counts its graphs and runs them unchanged."""
     torch._dynamo.reset()
 
     def count(graph, inputs):
@@ -55,7 +55,7 @@ def backend():
     lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Block,
     lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
 ], ids=["linear", "sequential", "own class", "transformer"])  # fmt: skip
-def test_a_network_is_one_graph_with_the_same_results_and_names(make, backend):
+def test_a_compiled_network_is_one_graph_with_the_same_results_and_names(make, backend):
     part, x = make(), torch.randn(3, 2, 4)
     holder = model(part)
     names, expected = list(holder.state_dict()), part(x)
@@ -68,18 +68,18 @@ def test_a_network_is_one_graph_with_the_same_results_and_names(make, backend):
     assert backend.graphs == 1
     assert all(p.grad is not None for p in part.parameters())
     part(x)
-    assert backend.graphs == 1  # it is taken off
+    assert backend.graphs == 1  # compilation is removed
     assert part._compiled_call_impl is None
 
 
-def test_the_networks_in_a_list_are_compiled_each_by_itself(backend):
+def test_networks_in_a_module_list_are_compiled_separately(backend):
     inner = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
     holder = model(nn.ModuleList([inner[0], nn.ModuleDict({"a": inner[1]}), nn.ReLU()]), inner[2])
     with compiled_in_place(holder, {"backend": backend}) as compiled:
         assert compiled == inner
 
 
-def test_a_process_that_has_compiled_nothing_has_counts_of_zero(monkeypatch):
+def test_compile_counts_are_zero_before_any_compilation(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils")
     assert compile_counts() == CompileReport(0, {}, {})
     assert "torch._dynamo.utils" not in sys.modules  # it takes a second
@@ -95,20 +95,20 @@ def test_repeated_blocks_are_compiled_once(backend):
     assert backend.graphs == 1
 
 
-def test_what_torch_compiled_again_and_where_it_left_a_graph_is_said_with_line_and_reason(backend, capsys):
+def test_recompiles_and_graph_breaks_are_reported_with_line_and_reason(backend, capsys):
     said, network = [], Prints(4, 4)
     with compiled_in_place(model(network), {"backend": backend, "dynamic": False}, said.append):
         for rows in (3, 5, 5):
             network(torch.randn(rows, 4))
     (text,) = said
     assert text.startswith("compile='network': 2 graphs, ")
-    told = "recompile_reason" in {field.name for field in dataclasses.fields(CompilationMetrics)}  # not by torch 2.6
-    assert ("size mismatch at index 0. expected 3, actual 5" if told else "torch gives no reason") in text
+    has_reason = "recompile_reason" in {field.name for field in dataclasses.fields(CompilationMetrics)}
+    assert ("size mismatch at index 0. expected 3, actual 5" if has_reason else "torch gives no reason") in text
     line = Prints.forward.__code__.co_firstlineno + 1
     assert re.search(rf"{re.escape(__file__)}:{line}: (Failed to trace )?builtin", text)
 
 
-def test_it_is_taken_off_after_an_error_and_what_somebody_else_compiled_is_left(backend):
+def test_compilation_is_removed_after_an_error_and_other_compiled_modules_stay(backend):
     mine, theirs = nn.Linear(4, 4), Block()
     theirs.compile(backend="eager")
     before = theirs._compiled_call_impl
@@ -128,6 +128,6 @@ def test_it_is_taken_off_after_an_error_and_what_somebody_else_compiled_is_left(
     ("network", [nn.ReLU()], "expected a child with parameters, got none in Module"),
     ("blocks", [Block()], "expected two blocks of one class, got none in Module"),
 ])  # fmt: skip
-def test_nothing_to_compile_is_an_error(how, parts, text):
+def test_a_model_without_modules_to_compile_is_an_error(how, parts, text):
     with pytest.raises(ValueError, match=text), compiled_in_place(model(*parts), how):
         pass

@@ -1,4 +1,4 @@
-"""Memory formats: the same numbers, another order in memory."""
+"""Memory formats: the same values in another memory order."""
 
 import re
 
@@ -18,7 +18,7 @@ def network(kind=nn.Conv2d, norm=nn.BatchNorm2d):
     (nn.Conv2d, nn.BatchNorm2d, (2, 3, 8, 8), torch.channels_last),
     (nn.Conv3d, nn.BatchNorm3d, (2, 3, 8, 8, 8), torch.channels_last_3d),
 ])  # fmt: skip
-def test_the_format_changes_and_the_numbers_do_not(kind, norm, shape, last):
+def test_the_memory_format_changes_and_the_results_do_not(kind, norm, shape, last):
     x = torch.randn(shape)
     net = network(kind, norm).eval()
     expected = net(x)
@@ -29,14 +29,14 @@ def test_the_format_changes_and_the_numbers_do_not(kind, norm, shape, last):
     assert net[0].weight.grad.is_contiguous(memory_format=last)
     got = net(x)
     assert got.is_contiguous(memory_format=last)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)  # another kernel adds in another order
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)  # another kernel sums in another order
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     assert set_memory_format(net, "contiguous") == 2
     assert net[0].weight.is_contiguous()
 
 
 @pytest.mark.parametrize("given", [torch.channels_last, torch.channels_last_3d, torch.contiguous_format])
-def test_torch_s_own_formats_are_taken(given):
+def test_torch_memory_formats_are_accepted(given):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(0), nn.Unflatten(0, (1, 4, 1, 1, 1)), nn.Conv3d(4, 4, 2))
     set_memory_format(net, given)
     last = given is not torch.contiguous_format

@@ -1,4 +1,4 @@
-"""The factors of a window, and how gradients are multiplied by them."""
+"""The factors of an accumulation window, and their products with gradients."""
 
 import math
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from lightning_turbo import ExactAccumulation
 from lightning_turbo.optim import AccumulationWindow, scale_gradients
 
 
-def test_what_needs_no_factor_is_left_bit_for_bit():
+def test_a_factor_of_one_changes_no_bit():
     window = AccumulationWindow()
     for _ in range(4):
         window.add(torch.ones((), requires_grad=True))
@@ -28,7 +28,7 @@ def test_what_needs_no_factor_is_left_bit_for_bit():
 
 
 class Asked(TorchDispatchMode):
-    """Notes the operations that run, with the dtypes of their tensors."""
+    """Records the operations that run, with the dtypes of their tensors."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def of_many_dtypes(device="cpu"):
 
 
 @pytest.mark.parametrize("factor", [1 / 3, torch.tensor(1 / 3, dtype=torch.float64)], ids=["number", "tensor"])
-def test_each_product_is_rounded_once(factor):
+def test_each_product_of_gradient_and_factor_is_rounded_once(factor):
     parameters = of_many_dtypes()
     before = [p.grad.clone() for p in parameters]
     scale_gradients(parameters, factor)
@@ -60,7 +60,7 @@ def test_each_product_is_rounded_once(factor):
         torch.testing.assert_close(p.grad, expected, rtol=0 if gradient.ndim else 2e-7, atol=0)
 
 
-def test_one_call_serves_the_gradients_of_a_dtype_and_no_number_is_copied_to_the_device():
+def test_gradients_of_one_dtype_are_multiplied_in_one_call_without_a_copy_from_the_host():
     meta = torch.device("meta")
     strategy = SimpleNamespace(root_device=meta, reduce=lambda total, reduce_op: total)
     trainer = SimpleNamespace(strategy=strategy, world_size=2, accumulate_grad_batches=4)
@@ -69,12 +69,13 @@ def test_one_call_serves_the_gradients_of_a_dtype_and_no_number_is_copied_to_the
     optimizer = torch.optim.SGD(of_many_dtypes(meta), 0.1)
     with Asked() as asked:
         callback.on_before_optimizer_step(trainer, None, optimizer)
-    assert asked.operations[0][0] == "aten.full.default"  # written there; CUDA would wait for a copy of the host's
+    # The factor is filled on the device, because a copy from the host would synchronize CUDA.
+    assert asked.operations[0][0] == "aten.full.default"
     calls = [dtypes for name, dtypes in asked.operations if "_foreach_mul_" in name]
     assert sorted(calls, key=len) == [[torch.float64] * 2, [torch.float32] * 4]  # the gradients and the factor
 
 
-def test_the_loss_keeps_its_dtype_on_the_way_back():
+def test_the_gradient_of_a_weighted_loss_keeps_its_dtype():
     weight = nn.Parameter(torch.ones((), dtype=torch.float16))
     window = AccumulationWindow(reference_weight=4096.0)
     loss = weight * 2
@@ -86,7 +87,7 @@ def test_the_loss_keeps_its_dtype_on_the_way_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("factor", [3.0, torch.tensor(3.0, dtype=torch.float64)], ids=["number", "tensor"])
-def test_sparse_gradients_are_scaled_too(dtype, factor):
+def test_sparse_gradients_are_multiplied(dtype, factor):
     table = nn.Embedding(4, 2, sparse=True, dtype=dtype)
     table(torch.tensor([1, 1])).sum().backward()
     scale_gradients(table.parameters(), factor)
@@ -110,7 +111,7 @@ def test_impossible_values_are_refused(function, arguments, message):
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)])
-def test_parameters_without_gradients_are_passed_over(factor):
+def test_parameters_without_gradients_are_skipped(factor):
     with_gradient, without = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     scale_gradients([without], factor)
     with_gradient.grad = torch.ones(2)

@@ -1,4 +1,4 @@
-"""The learning rate of every step against torch's own cycle, and what torch's own does not do."""
+"""The learning rate of every step compared with torch's CyclicLR, and features that it does not have."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def first_rates(optimizer, schedule, steps):
 
 
 def torchs(steps, low, high, up, down=None, **arguments):
-    """The rates of torch's own cycle."""
+    """Return the learning rates of torch's CyclicLR."""
     optimizer = sgd()
     return first_rates(optimizer, s.CyclicLR(optimizer, low, high, up, down, cycle_momentum=False, **arguments), steps)
 
@@ -52,7 +52,7 @@ def torchs(steps, low, high, up, down=None, **arguments):
     {"scale_fn": lambda x: 1 / (1 + x), "scale_mode": "iterations"},
 ], ids=["triangular", "triangular2", "exp_range", "by cycle", "by step"])  # fmt: skip
 @pytest.mark.parametrize(("up", "down"), [(4, None), (3, 7)])
-def test_every_step_has_the_rate_of_torchs_own_cycle(arguments, up, down):
+def test_every_step_has_the_learning_rate_of_torchs_cyclic_lr(arguments, up, down):
     optimizer = sgd()
     config = cyclic_lr(optimizer, 0.01, 0.5, step_size_up=up, step_size_down=down, **arguments)
     assert {"interval": "step", "frequency": 1}.items() <= config.items()
@@ -60,7 +60,7 @@ def test_every_step_has_the_rate_of_torchs_own_cycle(arguments, up, down):
 
 
 def used():
-    """An optimizer after three steps of another schedule."""
+    """An optimizer after three steps of another scheduler."""
     optimizer = sgd(lr=0.5)
     run(optimizer, s.StepLR(optimizer, 2), 3)
     return optimizer
@@ -71,14 +71,14 @@ def tensor():
 
 
 @pytest.mark.parametrize("make", [used, tensor])
-def test_the_first_step_is_made_at_base_lr_for_any_earlier_rate(make):
+def test_the_first_step_uses_base_lr_after_any_earlier_learning_rate(make):
     optimizer = make()
     got = first_rates(optimizer, cyclic(optimizer, 0.01, 0.1, step_size_up=4), 6)
     assert got == pytest.approx(torchs(6, 0.01, 0.1, 4), rel=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step")  # SequentialLR of older torch
-def test_in_a_sequence_each_schedule_has_its_own_rates():
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step")  # SequentialLR of older versions of torch
+def test_each_scheduler_of_a_sequential_lr_has_its_own_learning_rates():
     optimizer = sgd(lr=0.5)
     constant = s.ConstantLR(optimizer, factor=0.5, total_iters=100)
     sequence = s.SequentialLR(optimizer, [constant, cyclic(optimizer, 0.01, 0.1, step_size_up=2)], [3])
@@ -89,12 +89,12 @@ class Length:
     num_training_batches, accumulate_grad_batches = 10, 4
 
 
-LENGTH = Length()  # a schedule does not keep its Trainer
+LENGTH = Length()  # a scheduler does not keep its Trainer alive
 
 
-def test_the_trainer_is_asked_at_the_first_step_and_no_earlier():
+def test_the_length_of_the_cycle_is_read_from_the_trainer_at_the_first_step():
     length = Length()
-    length.num_training_batches = math.inf  # as before the loader is there
+    length.num_training_batches = math.inf  # as before the loader is set up
     optimizer = sgd()
     schedule = cyclic(optimizer, 0.0, epochs_up=2, trainer=length)
     optimizer.step()
@@ -111,7 +111,7 @@ def test_each_group_has_its_own_bounds():
     assert run(optimizer, schedule, 3) == [[0.0, 0.5], [0.25, 1.0], [0.5, 1.5]]
 
 
-def test_momentum_cycles_against_the_rate():
+def test_momentum_cycles_inversely_to_the_learning_rate():
     optimizers = sgd(momentum=0.5), torch.optim.Adam([parameters()], lr=0.1)
     for optimizer, read in zip(optimizers, (lambda g: g["momentum"], lambda g: g["betas"][0]), strict=True):
         schedule = cyclic(optimizer, step_size_up=2, cycle_momentum=True)
@@ -122,9 +122,9 @@ def test_momentum_cycles_against_the_rate():
         assert seen == pytest.approx([0.9, 0.85, 0.8, 0.85])
 
 
-def test_a_schedule_does_not_keep_its_trainer_so_that_no_collector_has_to_free_the_weights():
+def test_a_scheduler_does_not_keep_its_trainer_alive():
     class Owner(Length):
-        """A Trainer, which knows its schedules."""
+        """A Trainer, which refers to its schedulers."""
 
     owner, optimizer = Owner(), sgd(momentum=0.9)
     owner.schedule = cyclic(optimizer, epochs_up=1, trainer=owner)
@@ -145,7 +145,7 @@ def half(x):
 @pytest.mark.parametrize(("cut", "arguments"), [
     (0, {}), (1, {}), (8, {}), (8, {"mode": "exp_range", "gamma": 0.8}), (8, {"scale_fn": half}),
 ])  # fmt: skip
-def test_saved_and_resumed_equals_never_stopped(cut, arguments):
+def test_a_saved_and_resumed_cycle_equals_an_uninterrupted_one(cut, arguments):
     def build():
         optimizer = sgd(momentum=0.9)
         return optimizer, cyclic(optimizer, epochs_up=1, cycle_momentum=True, trainer=LENGTH, **arguments)
@@ -160,7 +160,7 @@ def test_saved_and_resumed_equals_never_stopped(cut, arguments):
     second, resumed = build()
     second.load_state_dict(saved["optimizer"])
     resumed.load_state_dict(saved["schedule"])
-    assert saved["schedule"] == kept  # torch's own takes an entry out
+    assert saved["schedule"] == kept  # torch's state_dict lacks an entry
     assert begun + run(second, resumed, 20 - cut) == whole
     assert second.param_groups[0]["momentum"] == optimizer.param_groups[0]["momentum"]
 
@@ -188,7 +188,7 @@ def test_impossible_values_are_refused(arguments, message):
 
 
 def preview(base_lr, max_lr, steps, **cycle):
-    """The rates of a plain loop."""
+    """Return the learning rates of a plain loop."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule, rates = cyclic_lr(optimizer, base_lr, max_lr, **cycle)["scheduler"], []
     for _ in range(steps):
@@ -217,13 +217,13 @@ def test_a_skipped_step_does_not_advance_the_cycle():
 
     model = Spikes(lambda o, t: cyclic_lr(o, 0.001, 0.05, step_size_up=4, trainer=t))
     fit(model, max_epochs=1, plugins=[ApexAMP("O1", loss_scale="dynamic", dtype=torch.bfloat16)])
-    steps = [0, 0, 1, 2, 2, 3, 4, 5, 6, 7]  # made before each of the ten batches, two of which are skipped
+    steps = [0, 0, 1, 2, 2, 3, 4, 5, 6, 7]  # logged before each of the ten batches, two of which are skipped
     cycle = preview(0.001, 0.05, steps=8, step_size_up=4)
     assert model.rates == pytest.approx([cycle[step] for step in steps])
 
 
 @pytest.mark.filterwarnings("ignore:.*The parameter.*")
-def test_a_cycle_in_epochs_is_sized_after_the_trials_of_the_batch_size_finder():
+def test_a_cycle_in_epochs_uses_the_batch_size_of_the_batch_size_finder():
     model = Net(by_epochs)
     trainer = fit(model, BatchSizeFinder(mode="power", steps_per_trial=2, init_val=2, max_trials=2), max_epochs=2)
     steps = 40 // model.batch_size

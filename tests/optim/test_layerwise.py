@@ -1,4 +1,4 @@
-"""LARS and LAMB against the formulas of their papers."""
+"""LARS and LAMB compared with the formulas of their papers."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_the_steps_follow_the_formula(make, settings, naive):
     model, reference = network(), network()
     with torch.no_grad():
         for net in (model, reference):
-            net[0].weight.mul_(40)  # norms above 10, which must not be cut off
+            net[0].weight.mul_(40)  # norms above 10, which must not be clipped
     optimizer = make(model, **settings)
     states = {p: {} for p in reference.parameters()}
     for step in range(4):
@@ -65,7 +65,7 @@ def test_biases_and_norms_get_no_decay_and_no_trust_ratio():
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(4, 3)
-            self.norm = nn.LayerNorm((2, 3))  # two dimensions, yet a norm
+            self.norm = nn.LayerNorm((2, 3))  # a norm with a two-dimensional weight
             self.tied = self.linear
             self.scale = nn.Parameter(torch.ones(3))
             self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
@@ -104,8 +104,8 @@ def test_impossible_values_are_refused(make, arguments, message):
 
 @pytest.mark.parametrize("steps", [1, 10, 300])
 @pytest.mark.parametrize("weight", ["zero", "of a norm", "bias"])
-def test_what_has_no_trust_ratio_moves_as_with_adam(weight, steps):
-    """In LAMB's first steps too; a weight of zeros, whose ratio is 1, only in the first."""
+def test_parameters_without_a_trust_ratio_are_updated_as_by_adam(weight, steps):
+    """Also in LAMB's first steps. A weight of zeros has a ratio of 1 only in the first step."""
     moved = []
     for make in (lambda net: lamb(net, 1e-3, weight_decay=0.0), lambda net: torch.optim.Adam(net.parameters(), 1e-3)):
         net = network().double()
@@ -120,7 +120,7 @@ def test_what_has_no_trust_ratio_moves_as_with_adam(weight, steps):
     torch.testing.assert_close(*moved, rtol=1e-5, atol=1e-9)
 
 
-def test_lamb_clips_the_norm_of_all_gradients_and_goes_on_from_its_state():
+def test_lamb_clips_the_norm_of_all_gradients_and_resumes_from_its_state():
     ends = []
     for clips in (True, False):
         net = network()
@@ -137,8 +137,8 @@ def test_lamb_clips_the_norm_of_all_gradients_and_goes_on_from_its_state():
     torch.testing.assert_close(*ends)
 
 
-def test_a_group_whose_layers_took_no_part_stays_as_it_is():
-    """As a head that the loss of a batch did not use."""
+def test_a_param_group_without_gradients_is_not_updated():
+    """As for a head that the loss of a batch did not use."""
     used, unused = network(), network()
     optimizer = lamb(used, 0.01)
     optimizer.add_param_group({"params": list(unused.parameters())})

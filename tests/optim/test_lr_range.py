@@ -1,4 +1,4 @@
-"""propose_lr_range: where the loss of a range test falls."""
+"""propose_lr_range: the learning rates at which the loss of a range test falls."""
 
 import math
 
@@ -10,7 +10,7 @@ from lightning_turbo.optim import propose_lr_range
 def test_the_range_is_where_the_loss_falls():
     lrs = [10.0**e for e in range(-6, 3)]
     found = propose_lr_range(lrs, [2.0, 2.0, 1.95, 1.7, 1.3, 1.02, 1.0, 3.0, math.nan])
-    assert (found.base_lr, found.max_lr) == (lrs[3], lrs[5])  # 0.1 and 0.9 of the fall from 2 to 1 are done there
+    assert (found.base_lr, found.max_lr) == (lrs[3], lrs[5])  # 0.1 and 0.9 of the fall from 2 to 1 are reached there
     assert len(found.losses) == 8
 
 

@@ -1,4 +1,4 @@
-"""merge_param_groups: fewer groups, the same weights bit for bit, and an older checkpoint that is taken over."""
+"""merge_param_groups: fewer groups, the same weights bit for bit, and older checkpoints."""
 
 import copy
 
@@ -18,7 +18,7 @@ def network():
 
 
 def decayed(net, **options):
-    """A group for each parameter: the learning rate decays by layer, norms and biases have no weight decay."""
+    """Return one group per parameter: the learning rate decays by layer, and norms and biases have no weight decay."""
     return [
         {
             "params": [p],
@@ -36,7 +36,7 @@ def train(net, optimizer, schedule=None, steps=5):
         optimizer.zero_grad()
         net(x).square().mean().backward()
         if step % 2:
-            net[-1].bias.grad = None  # now and then a parameter has none
+            net[-1].bias.grad = None  # in some steps a parameter has no gradient
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -51,7 +51,7 @@ KINDS = [
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_the_weights_are_the_same_bit_for_bit(kind, options):
+def test_merged_param_groups_give_the_same_weights_bit_for_bit(kind, options):
     if "fused" in options and kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return
     groups = {}
@@ -62,7 +62,7 @@ def test_the_weights_are_the_same_bit_for_bit(kind, options):
             for group in decayed(net)
         ]
         optimizer = kind(merge(made), **options)
-        # A schedule by lambda has one function for all groups.
+        # A LambdaLR has one function for all groups.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         groups[name] = len(optimizer.param_groups), train(net, optimizer, schedule)
     assert groups["as they are"][0] == 4 * DEPTH + 2
@@ -70,7 +70,7 @@ def test_the_weights_are_the_same_bit_for_bit(kind, options):
     assert all(map(torch.equal, groups["as they are"][1], groups["merged"][1]))
 
 
-def test_groups_keep_their_order_their_names_and_what_was_given():
+def test_merged_param_groups_keep_their_order_names_and_arguments():
     net = network()
     first, second, third = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     groups = [
@@ -96,14 +96,14 @@ def test_groups_keep_their_order_their_names_and_what_was_given():
     (torch.tensor(0.1), torch.tensor(0.1), False), ((0.9, torch.tensor(0.9)), (0.9, torch.tensor(0.9)), False),
     (float("nan"), float("nan"), False), ({"a": 1}, {"a": 1}, False),
 ])  # fmt: skip
-def test_what_counts_as_equal(one, two, equal):
+def test_which_param_groups_are_equal(one, two, equal):
     groups = [{"params": torch.ones(1), "option": value} for value in (one, two)]
     assert len(merge_param_groups(groups)) == (1 if equal else 2)
     same = torch.tensor(0.1)
     assert len(merge_param_groups([{"params": torch.ones(1), "lr": same} for _ in range(2)])) == 1
 
 
-def test_a_missing_option_and_named_parameters_keep_groups_apart():
+def test_param_groups_with_missing_options_or_named_parameters_are_not_merged():
     assert len(merge_param_groups([{"params": torch.ones(1)}, {"params": torch.ones(1), "lr": 0.1}])) == 2
     named = [
         {"params": [("weight", torch.ones(1))]},
@@ -114,7 +114,7 @@ def test_a_missing_option_and_named_parameters_keep_groups_apart():
     assert merge_param_groups([]) == []
 
 
-def test_what_cannot_be_merged_is_refused():
+def test_param_groups_that_cannot_be_merged_are_refused():
     weight = nn.Parameter(torch.ones(2, 3))
     with pytest.raises(TypeError, match="groups: expected dictionaries with 'params', got"):
         merge_param_groups([weight])
@@ -124,8 +124,8 @@ def test_what_cannot_be_merged_is_refused():
         merge_param_groups([{"params": [weight]}, {"params": [("w", weight)]}])
 
 
-def test_the_state_of_an_older_checkpoint_is_taken_over_as_the_card_says():
-    """Three steps in many groups, then two in merged ones: as five in many groups."""
+def test_the_state_of_an_older_checkpoint_is_converted_to_merged_param_groups():
+    """Three steps with many groups and two with merged ones equal five with many groups."""
     whole, net = network(), network()
     expected = train(whole, torch.optim.AdamW(decayed(whole)))
     before = torch.optim.AdamW(decayed(net))

@@ -1,4 +1,4 @@
-"""A small classifier that is written for float32, and the Trainer that the tests of the plugin give it."""
+"""A small classifier written for float32, and the Trainer of the tests of the plugin."""
 
 import math
 
@@ -14,7 +14,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Net(pl.LightningModule):
-    """Written for float32: batch norm, a frozen and an unused layer, a loss and a metric as children."""
+    """Has a batch norm, a frozen and an unused layer, and a loss and a metric as children."""
 
     def __init__(self, optimizer=None, poison=()):
         super().__init__()

@@ -1,4 +1,4 @@
-"""ApexAMP in a real Trainer: dtypes, order of the step, skips, what is refused."""
+"""ApexAMP in a real Trainer: dtypes, order of hooks, skipped steps, refused arguments."""
 
 import copy
 import gc
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 class Spy(pl.Callback):
-    """Notes dtypes before backward and when gradients are ready, and those of the optimizer's state at the end."""
+    """Records dtypes before backward, when gradients are ready, and of the optimizer state at the end."""
 
     def __init__(self):
         self.dtypes = {}
@@ -43,7 +43,7 @@ class Spy(pl.Callback):
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-def test_dtypes_at_every_level(level, half):
+def test_dtypes_of_weights_gradients_and_states_at_every_level(level, half):
     spy, plugin, model = Spy(), ApexAMP(level, dtype=half), Net()
     before = copy.deepcopy(model.state_dict())
     t = trainer(plugin, callbacks=[spy], max_epochs=2)
@@ -55,7 +55,7 @@ def test_dtypes_at_every_level(level, half):
     assert model.seen["out"] is (half if level == "O1" else f32)
     assert model.seen["val_out"] is model.seen["out"]
     assert spy.momentum == {half if level == "O3" else f32}
-    # Everything is given back: float32 weights, the optimizer on the module's own parameters.
+    # Everything is restored: float32 weights, and the optimizer has the parameters of the module.
     assert {p.dtype for p in model.parameters()} == {f32}
     assert {state["momentum_buffer"].dtype for state in t.optimizers[0].state.values()} == {f32}
     own = {id(p) for p in model.parameters()}
@@ -67,7 +67,7 @@ def test_dtypes_at_every_level(level, half):
     t.test(model, batches(16), verbose=False)
 
 
-def test_the_scale_doubles_after_its_window_and_keeps_its_limits():
+def test_the_loss_scale_doubles_after_its_window_within_its_limits():
     plugin = ApexAMP("O1", dtype=torch.float16, scaler=ApexGradScaler(growth_interval=2, max_scale=2.0**17))
     trainer(plugin).fit(Net(), batches(96))
     assert plugin.loss_scale == 2.0**17
@@ -75,7 +75,7 @@ def test_the_scale_doubles_after_its_window_and_keeps_its_limits():
 
 
 @pytest.mark.parametrize(("level", "given"), [("O0", torch.float16), ("O2", torch.float64), ("O3", torch.float16)])
-def test_inputs_of_another_dtype_are_brought_to_the_models(level, given):
+def test_inputs_of_another_dtype_are_cast_to_that_of_the_model(level, given):
     data = [(x.to(given), y) for x, y in batches(32, 8).dataset]
     model = Net()
     trainer(ApexAMP(level)).fit(model, DataLoader(data, batch_size=8))
@@ -83,7 +83,7 @@ def test_inputs_of_another_dtype_are_brought_to_the_models(level, given):
     assert model.seen["x"] is (torch.float32 if level == "O0" else given)
 
 
-def test_optimizers_that_a_run_replaces_are_let_go():
+def test_replaced_optimizers_are_released():
     made = weakref.WeakSet()
 
     class Restarting(Net):
@@ -101,7 +101,7 @@ def test_optimizers_that_a_run_replaces_are_let_go():
     trainer(ApexAMP("O2", dtype=torch.bfloat16), max_epochs=5).fit(Restarting(), batches())
 
 
-def test_lbfgs_is_refused_with_a_scaler_and_taken_at_o0():
+def test_lbfgs_is_refused_with_a_scaler_and_accepted_at_o0():
     model = Net(optimizer=lambda ps: torch.optim.LBFGS([p for p in ps if p.requires_grad]))
     with pytest.raises(MisconfigurationException, match="runs its closure once per step, got LBFGS"):
         trainer(ApexAMP("O1", dtype=torch.float16)).fit(model, batches(32))
@@ -109,8 +109,8 @@ def test_lbfgs_is_refused_with_a_scaler_and_taken_at_o0():
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_buffers_come_back_although_a_move_made_them_anew(level):
-    """As the Trainer does after a run on a device: parameters stay the same objects, buffers do not."""
+def test_buffers_are_restored_after_a_move_replaced_them(level):
+    """As after a run on a device: the Trainer's move keeps the parameter objects but replaces the buffers."""
 
     class Move(pl.Callback):
         def on_train_end(self, trainer, module):
@@ -142,7 +142,7 @@ def test_flags_that_contradict_the_plugin_are_refused_at_construction(flags, sai
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_forward_of_the_modules_own_is_at_the_border_too(level):
+def test_forward_of_the_lightning_module_casts_its_inputs_and_outputs(level):
     class Direct(Net):
         def __init__(self):
             super().__init__()

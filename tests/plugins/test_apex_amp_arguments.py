@@ -1,4 +1,4 @@
-"""What ApexAMP refuses at construction, in words."""
+"""Arguments that ApexAMP refuses at construction, with an explanation."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from lightning_turbo.errors import AmpUsageError
     ("O1", {"scaler": ApexGradScaler(), "loss_scale": 8.0}, ValueError, "expected None beside a scaler, got 8.0."),
     ("O1", {"keep_fp32_modules": ["net"]}, ValueError, "contradicts O1, which casts no module"),
 ])  # fmt: skip
-def test_refused_in_words(level, settings, error, text):
+def test_invalid_apex_amp_arguments_are_refused_with_an_explanation(level, settings, error, text):
     with pytest.raises(error) as caught:
         ApexAMP(level, **settings)
     assert text in str(caught.value)
@@ -33,11 +33,11 @@ def test_refused_in_words(level, settings, error, text):
     ("O2", {"dtype": torch.bfloat16}, 1.0),
     ("O0", {}, 1.0),
 ])  # fmt: skip
-def test_accepted(level, settings, scale):
+def test_valid_apex_amp_arguments_are_accepted(level, settings, scale):
     assert ApexAMP(level, **settings).loss_scale == scale
 
 
-def test_a_loop_without_a_trainer_is_sent_to_amp():
+def test_using_apex_amp_without_a_trainer_points_to_amp():
     model = torch.nn.Linear(2, 1)
     with pytest.raises(
         AmpUsageError, match=r"expected a LightningModule under a Trainer, got a Linear.*lightning_turbo\.amp"
@@ -52,23 +52,23 @@ def test_a_loop_without_a_trainer_is_sent_to_amp():
     ({"growth_interval": 0}, "growth_interval: expected an integer of 1 or more, got 0."),
     ({"loss_scale": -1.0}, "loss_scale: expected a finite number above zero, got -1.0."),
 ])  # fmt: skip
-def test_a_scaler_refuses_limits_in_words(settings, said):
+def test_invalid_loss_scale_limits_are_refused_with_an_explanation(settings, said):
     with pytest.raises(AmpUsageError) as caught:
         ApexGradScaler(**settings)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("scaler", [None, ApexGradScaler(4.0)], ids=["made", "given"])
-def test_a_scaler_of_the_users_stays_whatever_device_the_run_is_on(scaler):
+def test_a_scaler_of_the_user_is_kept_on_any_device(scaler):
     plugin = ApexAMP("O1", dtype=torch.float16, **({} if scaler is None else {"scaler": scaler}))
-    plugin._casts.device_type = "cuda"  # as if chosen on a machine with a device
+    plugin._casts.device_type = "cuda"  # as if created on a machine with a device
     before = plugin.scaler
     plugin.convert_module(torch.nn.Linear(2, 2))
     assert plugin._casts.device_type == "cpu"
     assert (plugin.scaler is before) is (scaler is not None)
 
 
-def test_a_run_that_trains_nothing_takes_no_state_of_a_scaler(monkeypatch):
+def test_validation_loads_no_scaler_state(monkeypatch):
     plugin = ApexAMP("O1", dtype=torch.float16)
     monkeypatch.setattr(plugin, "load_state_dict", None)  # not called
     network = torch.nn.Linear(2, 2)

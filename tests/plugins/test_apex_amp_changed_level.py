@@ -1,4 +1,4 @@
-"""A run goes on at another level, in another half dtype or with another loss scale: the scale is the new run's."""
+"""A run is resumed at another level, with another half dtype or loss scale: the loss scale is that of the new run."""
 
 import lightning.pytorch as pl
 import pytest
@@ -24,7 +24,7 @@ class Net(pl.LightningModule):
         self.losses = []
 
     def training_step(self, batch, index):
-        # So small that no gradient overflows at a scale of 65536.
+        # The loss is so small that no gradient overflows at a scale of 65536.
         loss = 0.02 * (self.net(batch[0]).float() - batch[0].sum(1, True)).square().mean()
         self.losses.append(float(loss.detach()))
         if self.automatic_optimization:
@@ -42,7 +42,7 @@ class Net(pl.LightningModule):
 @pytest.mark.parametrize(("first", "automatic", "window"), [
     (first, number < 3, number % 2 + 1) for number, first in enumerate(RUNS)
 ])  # fmt: skip
-def test_training_goes_on_as_in_float32(first, automatic, window, tmp_path):
+def test_training_resumed_at_another_level_continues_as_in_float32(first, automatic, window, tmp_path):
     def train(plugins, *saves, ckpt_path=None):
         net, flags = Net(automatic, window), {"accumulate_grad_batches": window if automatic else 1}
         inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
@@ -67,7 +67,7 @@ def test_training_goes_on_as_in_float32(first, automatic, window, tmp_path):
     ({"dtype": BRAIN}, None, {}, 2.0**16),
 ])  # fmt: skip
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_scale_is_that_of_a_run_with_one_or_was_asked_for(level, first, state, then, scale):
+def test_the_loss_scale_after_a_resume_at_another_level(level, first, state, then, scale):
     before, after = (
         ApexAMP(level, **{"dtype": HALF, **first}),
         ApexAMP(level, dtype=HALF, **then),

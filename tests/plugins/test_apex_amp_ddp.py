@@ -1,4 +1,4 @@
-"""Two gloo ranks give the same weights on both ranks, and the same as float32 or as one process on the joint batch."""
+"""Two gloo ranks have the same weights, equal to those of float32 or of one process on the joint batch."""
 
 import os
 from contextlib import nullcontext
@@ -31,11 +31,11 @@ BY_HAND = {
 }
 
 
-# What the ranks do.
+# What the ranks do
 
 
 class Joint(pl.LightningModule):
-    """Called as a whole and in parts; the ranks begin with different weights, and DDP must follow the first one's."""
+    """Called as a whole and in parts. The ranks start with different weights, and DDP must use those of rank 0."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class Net(pl.LightningModule):
 
 
 class TwoLosses(Net):
-    """Two backward passes before a step."""
+    """Runs two backward passes before a step."""
 
     def training_step(self, batch, index):
         optimizer = self.optimizers()
@@ -85,7 +85,7 @@ class TwoLosses(Net):
 
 
 class Accumulating(Net):
-    """The ranks' gradients are averaged at the last of three batches."""
+    """The gradients of the ranks are averaged in the last of three batches."""
 
     def training_step(self, batch, index):
         last = index % 3 == 2
@@ -97,7 +97,7 @@ class Accumulating(Net):
 
 
 class Spiking(Accumulating):
-    """An overflow of one rank in a pass that is not synchronized; the step of its window is left out."""
+    """Overflows on one rank in a backward pass that is not synchronized. The step of its window is skipped."""
 
     def loss(self, batch):
         is_spike = self.current_epoch == 0 and self.trainer.fit_loop.batch_idx == 4
@@ -115,7 +115,7 @@ class Spiking(Accumulating):
 
 
 class Unused(Net):
-    """A part that no batch uses, one that the second rank uses in the first batch of a window alone."""
+    """Has a layer that no batch uses, and one that rank 1 uses only in the first batch of a window."""
 
     automatic_optimization = True
 
@@ -135,7 +135,7 @@ KINDS = {"joint": Joint, "two": TwoLosses, "sync": Accumulating, "spike": Spikin
 
 
 def train(folder, cases):
-    """Train in several ways on a rank, or on the joint batch of one process, and save what each ended with."""
+    """Train in several ways on a rank, or on the joint batch in one process, and save the results."""
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     data = TensorDataset(torch.randn(96, 4, generator=torch.Generator().manual_seed(1)))
     for case in cases:
@@ -158,11 +158,11 @@ def train(folder, cases):
         torch.save(result, folder / f"{case}.{world}.{rank}")
 
 
-# What they end with.
+# Results
 
 
 def load(folder, case, ranks=2):
-    """What the ranks ended with; the weights of all of them are the same."""
+    """Return the results of the ranks, and check that their weights are the same."""
     results = [torch.load(folder / f"{case}.{ranks}.{rank}", weights_only=True) for rank in range(ranks)]
     for name, weight in results[0]["weights"].items():
         assert weight.dtype is torch.float32
@@ -173,7 +173,7 @@ def load(folder, case, ranks=2):
 
 
 def apart(ours, right):
-    """How far two runs end from each other, against how far the second one went."""
+    """Return the distance between two results, divided by how far the second run moved from the start."""
     weights, goal, start = (
         torch.cat([value.ravel() for value in values.values()])
         for values in (ours["weights"], right["weights"], right["start"])
@@ -181,19 +181,19 @@ def apart(ours, right):
     return float((weights - goal).norm() / (goal - start).norm())
 
 
-def test_two_ranks_equal_each_other_and_the_joint_batch(tmp_path):
+def test_two_ddp_ranks_equal_each_other_and_the_joint_batch(tmp_path):
     for ranks in (1, 2):
         run_ranks(train, tmp_path, JOINT, ranks=ranks)
     for case in JOINT:
         ours, joint = load(tmp_path, case), load(tmp_path, case, ranks=1)
         assert ours["dtypes"] == joint["dtypes"], case
-        # Float32 sums in another order at O0, half gradients that are rounded for half a batch each elsewhere.
+        # At O0, float32 sums have another order. At other levels, each rank rounds the half gradients of its own batch.
         limit = 1e-5 if "O0" in case else 6e-2 if "bfloat16" in case else 3e-3
         assert apart(ours, joint) < limit, (case, apart(ours, joint))
 
 
-def test_backward_passes_by_hand_and_parts_without_use_are_as_in_float32(tmp_path):
-    """An overflow of one rank in a pass by itself, too, is one on all."""
+def test_manual_backward_passes_and_unused_parameters_with_ddp_train_as_float32(tmp_path):
+    """An overflow of one rank in a separate backward pass counts on all ranks."""
     plain = {name: f"{name}-none-float32-1-{window}" for name, (_, window) in BY_HAND.items()}
     cases = {f"{name}-{level}-{window}": name for name, (levels, window) in BY_HAND.items() for level in levels}
     run_ranks(train, tmp_path, [*plain.values(), *cases])

@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all, and a write that fails says why."""
+"""Checkpoints are written completely or not at all, and a failed write says why."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def path(tmp_path):
 
 @contextmanager
 def files_of_at_most(size):
-    """As a full disk: the system refuses to write files beyond a size."""
+    """Like a full disk: the system refuses to write files beyond a size."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -37,7 +37,7 @@ def names(path):
     return sorted(file.name for file in path.parent.iterdir())
 
 
-def test_a_checkpoint_is_written_read_replaced_and_removed(path):
+def test_a_checkpoint_is_saved_loaded_replaced_and_removed(path):
     io = AtomicCheckpointIO()
     for checkpoint in (OLD, NEW):
         io.save_checkpoint(checkpoint, path)
@@ -49,7 +49,7 @@ def test_a_checkpoint_is_written_read_replaced_and_removed(path):
     assert names(path) == []
 
 
-def test_a_path_from_the_home_folder_is_written_where_it_is_read(tmp_path, monkeypatch):
+def test_a_path_with_a_tilde_is_saved_and_loaded_in_the_home_folder(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path)
         patch.setenv("HOME", str(tmp_path / "home"))
@@ -58,9 +58,9 @@ def test_a_path_from_the_home_folder_is_written_where_it_is_read(tmp_path, monke
     assert names(tmp_path / "home" / "runs" / "last.ckpt") == ["last.ckpt"]
 
 
-# In the first bytes of the file, in the middle of a tensor, and in the table at its end.
+# In the first bytes of the file, in the middle of a tensor, and in the zip directory at the end.
 @pytest.mark.parametrize("size", [0, 100, 2**20, 2**22])
-def test_a_write_that_fails_leaves_the_checkpoint_before_and_says_what_to_do(size, path):
+def test_a_failed_write_keeps_the_previous_checkpoint_and_says_what_to_do(size, path):
     io = AtomicCheckpointIO()
     io.save_checkpoint(OLD, path)
     before = path.read_bytes()
@@ -74,7 +74,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_and_says_what_to_do(siz
     assert names(path) == ["last.ckpt"]
 
 
-def test_the_file_reaches_the_disk_before_it_takes_its_place_and_others_may_read_it(path, monkeypatch):
+def test_a_checkpoint_is_synced_to_disk_before_the_rename_and_readable_by_others(path, monkeypatch):
     done = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
@@ -87,8 +87,8 @@ def test_the_file_reaches_the_disk_before_it_takes_its_place_and_others_may_read
         AtomicCheckpointIO().save_checkpoint(OLD, plain / "last.ckpt")
 
 
-def test_runs_that_save_under_one_name_all_succeed_and_every_file_is_whole(path):
-    """As of runs that are started in one second, and so get the same folder."""
+def test_concurrent_saves_to_one_path_all_succeed_and_every_file_is_complete(path):
+    """As for runs that start within one second and get the same folder."""
     failed = []
 
     def save(run):
@@ -110,7 +110,7 @@ def test_runs_that_save_under_one_name_all_succeed_and_every_file_is_whole(path)
     assert names(path) == ["last.ckpt"]
 
 
-def test_a_link_is_replaced_and_the_checkpoint_that_it_points_to_stays(path):
+def test_a_link_is_replaced_and_its_target_stays(path):
     io = AtomicCheckpointIO()
     io.save_checkpoint(OLD, path.with_name("step=1.ckpt"))
     path.symlink_to("step=1.ckpt")
@@ -129,11 +129,11 @@ def test_object_stores_and_storage_options_are_left_to_lightning(path):
         io.save_checkpoint(OLD, path, storage_options={"a": 1})
 
 
-# ---- In the background.
+# Background saves
 
 
 def after(batches):
-    """What a checkpoint holds of a run's counters after so many batches, in the middle of an epoch."""
+    """Return the loop counters of a checkpoint after a given number of batches, within an epoch."""
     epochs, total = {"current": {"ready": 1, "completed": 0}}, {"total": {"ready": batches}}
     return {"loops": {"fit_loop": {"epoch_progress": epochs, "epoch_loop.batch_progress": total}}}
 
@@ -150,14 +150,14 @@ def background():
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Writing waits until it is set."""
+    """An event. Writing waits until it is set."""
     opened, save = threading.Event(), torch.save
     monkeypatch.setattr(torch, "save", lambda *args: (opened.wait(30), save(*args)))
     yield opened
     opened.set()
 
 
-def test_what_changes_after_a_save_is_not_in_it_and_what_is_shared_still_is(path, background, gate):
+def test_a_background_save_ignores_later_changes_and_keeps_shared_tensors(path, background, gate):
     flat = torch.arange(8.0)
     sparse = torch.eye(3).to_sparse()
     state = {
@@ -184,14 +184,14 @@ def test_what_changes_after_a_save_is_not_in_it_and_what_is_shared_still_is(path
     assert isinstance(loaded["module"].weight, torch.nn.Parameter)
     assert (loaded["half"].dtype, loaded["empty"].shape) == (torch.bfloat16, (0,))
     assert (loaded["seen"], loaded["names"]) == ([1], {"a": 1})
-    background.save_checkpoint({**state, "flat": flat + 1}, path)  # in the memory of the one before
+    background.save_checkpoint({**state, "flat": flat + 1}, path)  # in the memory of the previous copy
     assert background.load_checkpoint(path, **unpickling(False))["flat"].tolist() == [1.0] * 8
 
 
-def test_one_save_is_under_way_and_a_file_is_removed_after_the_one_that_replaces_it(path, background, gate):
+def test_only_one_background_save_runs_and_files_are_removed_after_their_replacement(path, background, gate):
     old = path.with_name("old.ckpt")
     gate.set()
-    background.save_checkpoint(OLD, old)  # outside of an epoch, so that it is there at once
+    background.save_checkpoint(OLD, old)  # outside of an epoch, so the save is synchronous
     assert background.load_checkpoint(old)["step"] == 1
     gate.clear()
     background.save_checkpoint(NEW | IN_EPOCH, path)
@@ -210,8 +210,8 @@ def test_one_save_is_under_way_and_a_file_is_removed_after_the_one_that_replaces
     assert background.load_checkpoint(path)["step"] == 3
 
 
-def test_where_a_link_points_to_a_checkpoint_each_save_is_there_when_it_returns(path, background, gate):
-    """Lightning sets ``save_last="link"`` right after the save: a kill must leave it with a whole file."""
+def test_saves_are_synchronous_if_a_link_points_to_a_checkpoint(path, background, gate):
+    """With ``save_last="link"``, Lightning creates the link right after the save. It must point to a complete file."""
     gate.set()
     background.save_checkpoint(OLD | after(1), path.with_name("step=1.ckpt"))
     background.load_checkpoint(path.with_name("step=1.ckpt"))
@@ -220,7 +220,7 @@ def test_where_a_link_points_to_a_checkpoint_each_save_is_there_when_it_returns(
     assert torch.load(path.with_name("step=2.ckpt"))["step"] == 2
 
 
-def test_an_error_of_the_writer_is_raised_once_and_no_file_is_removed_for_what_is_not_there(path, background):
+def test_an_error_of_a_background_save_is_raised_once_and_no_file_is_removed(path, background):
     old = path.with_name("old.ckpt")
     background.save_checkpoint(OLD, old)
     for batches, find in ((1, lambda: background.save_checkpoint(NEW | IN_EPOCH, path)), (3, background.teardown)):
@@ -232,7 +232,7 @@ def test_an_error_of_the_writer_is_raised_once_and_no_file_is_removed_for_what_i
                 find()
         assert names(path) == ["old.ckpt"]
         background.teardown()
-    with pytest.raises(Exception, match=r"lambda|pickle"):  # by the save itself
+    with pytest.raises(Exception, match=r"lambda|pickle"):  # raised by the save itself
         background.save_checkpoint(IN_EPOCH | {"f": lambda: None}, path)
     background.save_checkpoint(NEW | IN_EPOCH, path)
     background.teardown()
@@ -241,8 +241,8 @@ def test_an_error_of_the_writer_is_raised_once_and_no_file_is_removed_for_what_i
         AtomicCheckpointIO(background=1)
 
 
-def test_saves_after_a_teardown_are_written_at_once_until_a_run_makes_batches(path, background, gate):
-    """As after an error, which leaves a run in the middle of an epoch."""
+def test_saves_after_teardown_are_synchronous_until_the_next_run(path, background, gate):
+    """As after an error within an epoch."""
     gate.set()
     background.save_checkpoint(OLD | after(3), path)
     background.teardown()
@@ -262,13 +262,13 @@ def test_saves_after_a_teardown_are_written_at_once_until_a_run_makes_batches(pa
 
 
 class Refuses:
-    """Cannot be saved, for a reason of its own."""
+    """Raises its own error when it is pickled."""
 
     def __reduce__(self):
         raise RuntimeError("holds an open connection")
 
 
-def test_an_error_of_what_is_saved_is_raised_as_it_is(path):
+def test_an_error_of_a_saved_object_is_raised_unchanged(path):
     io = AtomicCheckpointIO()
     io.save_checkpoint({"step": 1}, path)
     with pytest.raises(RuntimeError, match=r"^holds an open connection$"):

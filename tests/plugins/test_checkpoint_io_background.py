@@ -1,4 +1,4 @@
-"""Saves in the background of a Trainer: the same files, whole at any moment, and none of them lost."""
+"""Background saves in a Trainer: the same files, complete at any moment, and none lost."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`"
 
 
 def train(folder, background, callbacks=(), **settings):
-    """Fit for 2 epochs of 6 steps; the last two checkpoints stay, and one of the end of each epoch."""
+    """Fit for 2 epochs of 6 steps. Keeps the last two checkpoints and one of the end of each epoch."""
     torch.manual_seed(3)
     saves = [
         ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, monitor="step", mode="max", save_top_k=2),
@@ -40,7 +40,7 @@ def train(folder, background, callbacks=(), **settings):
 
 @pytest.mark.usefixtures("every_loader_has_a_thread")
 @pytest.mark.parametrize("strategy", ["auto", "turbo"])
-def test_the_files_are_those_of_a_run_that_waits_and_one_made_after_it_is_there_at_once(strategy, tmp_path):
+def test_background_saves_write_the_same_files_and_a_save_after_the_run_is_synchronous(strategy, tmp_path):
     for folder in ("waits", "goes on"):
         trainer = train(tmp_path / folder, background=folder == "goes on", strategy=strategy)
         trainer.save_checkpoint(tmp_path / folder / "after.ckpt")
@@ -54,7 +54,7 @@ def test_the_files_are_those_of_a_run_that_waits_and_one_made_after_it_is_there_
     assert waits.keys() == goes_on.keys()
     for name, path in waits.items():
         ours, theirs = (torch.load(each, weights_only=True) for each in (goes_on[name], path))
-        for each in (ours, theirs):  # which hold the folder
+        for each in (ours, theirs):  # these contain the path of the folder
             each["callbacks"] = [key for key in each["callbacks"] if "Checkpoint" not in key]
         assert_same(ours, theirs, str(name))
 
@@ -66,14 +66,14 @@ class Fails(pl.Callback):
             raise RuntimeError("on its way")
 
 
-def test_a_run_that_breaks_off_ends_after_its_save(tmp_path):
+def test_an_interrupted_run_waits_for_its_background_save(tmp_path):
     with pytest.raises(RuntimeError, match="on its way"):
         train(tmp_path, True, [Fails()])
     assert torch.load(max(tmp_path.glob("step=*.ckpt"), key=os.path.getmtime))["global_step"] >= 2
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_save_after_a_run_that_broke_off_is_there_at_once_or_fails_at_once(tmp_path):
+def test_a_save_after_an_interrupted_run_is_synchronous(tmp_path):
     fails = Fails()
     with pytest.raises(RuntimeError, match="on its way"):
         train(tmp_path, True, [fails])
@@ -83,7 +83,7 @@ def test_a_save_after_a_run_that_broke_off_is_there_at_once_or_fails_at_once(tmp
         fails.trainer.save_checkpoint(tmp_path / "after.ckpt" / "in a file")
 
 
-def test_a_disk_that_is_full_at_the_end_is_told_by_fit(tmp_path, monkeypatch):
+def test_fit_raises_the_error_of_the_last_background_save(tmp_path, monkeypatch):
     sync = os.fsync
 
     def full(descriptor):
@@ -107,7 +107,7 @@ class Counting(torch.optim.SGD):
 
 
 class Counts(pl.LightningModule):
-    """Every weight and buffer, and all of the optimizer's state, grows by 1 a step."""
+    """Every weight, buffer and optimizer state grows by 1 per step."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class Counts(pl.LightningModule):
 
 
 def train_for_ever(folder):
-    """A run in which all tensors of a step hold its number, saved in the background at every step."""
+    """Train a model whose tensors all equal the number of the step, with a background save at every step."""
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, enable_version_counter=False)
     quiet_trainer(
         enable_checkpointing=True, callbacks=[saves, ExactResume()], plugins=[AtomicCheckpointIO(background=True)],
@@ -132,7 +132,7 @@ def train_for_ever(folder):
 
 
 def killed_at(folder, moment):
-    """Start a run, kill it so many seconds after its first file, and return the steps of the files that are there."""
+    """Start a run, kill it ``moment`` seconds after its first file, and return the steps of the existing files."""
     job = start(train_for_ever, [folder], f"{folder}.log")
     deadline = time.monotonic() + 60
     try:
@@ -146,7 +146,7 @@ def killed_at(folder, moment):
 
 
 def step_of(path):
-    """Load a checkpoint, all of whose tensors hold one number, and return it."""
+    """Load a checkpoint, check that all of its tensors equal one number, and return it."""
     loaded = torch.load(path, weights_only=True)
     step = loaded["global_step"]
     states = loaded["optimizer_states"][0]["state"].values()
@@ -159,11 +159,11 @@ def step_of(path):
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-def test_every_file_that_a_killed_run_leaves_is_whole_and_of_one_step(kills, tmp_path):
+def test_every_checkpoint_of_a_killed_run_is_complete_and_of_one_step(kills, tmp_path):
     chance = random.Random(kills)
     for number in range(kills):
         steps = killed_at(tmp_path / str(number), chance.uniform(0, 0.3))
-        assert 1 <= len(steps) <= 2, "one is removed when the next one is there"
+        assert 1 <= len(steps) <= 2, "a checkpoint is removed after the next one is complete"
 
 
 def test_a_copy_is_read_once_the_device_has_made_it():

@@ -1,4 +1,4 @@
-"""A run whose gradients are never finite ends, and names the step and the module."""
+"""A run whose gradients are never finite ends with an error that names the step and the module."""
 
 import lightning.pytorch as pl
 import pytest
@@ -20,7 +20,7 @@ class Broken(Net):
 
 
 class BrokenSparse(Net):
-    """Its first infinite values are those of a sparse tensor."""
+    """Its first infinite values are in a sparse tensor."""
 
     class Sparse(nn.Module):
         def forward(self, x):
@@ -35,7 +35,7 @@ class BrokenSparse(Net):
 
 
 class BrokenAlone(pl.LightningModule):
-    """Has no module in it."""
+    """Has no child modules."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def fused(params):
     (Broken(), r"'head' \(Linear\)"), (Broken(fused), r"'head' \(Linear\)"), (BrokenAlone(), r"'' \(BrokenAlone\)"),
     (BrokenSparse(), r"'sparse' \(Sparse\)"),
 ], ids=["plain", "fused", "alone", "sparse"])  # fmt: skip
-def test_a_run_that_only_overflows_ends_with_the_step_and_the_module(module, where, monkeypatch):
+def test_repeated_overflows_end_the_run_and_name_the_step_and_the_module(module, where, monkeypatch):
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 5)
     monkeypatch.setattr(nonfinite, "LIMIT", 4)
     said = rf"least 4 consecutive optimizer steps were skipped.* at step 13\. First .* of module {where}"
@@ -67,7 +67,7 @@ def test_a_run_that_only_overflows_ends_with_the_step_and_the_module(module, whe
         trainer(ApexAMP("O1", dtype=torch.float16), max_epochs=4).fit(module, batches())
 
 
-def test_one_overflow_ends_no_run(monkeypatch):
+def test_one_overflow_does_not_end_the_run(monkeypatch):
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 1)
     monkeypatch.setattr(nonfinite, "LIMIT", 2)
     module = Net(poison=[2, 5])
@@ -76,9 +76,9 @@ def test_one_overflow_ends_no_run(monkeypatch):
     assert not module.head._forward_hooks
 
 
-@pytest.mark.parametrize("strategy", ["auto", "turbo"])  # which releases gradients in the step
+@pytest.mark.parametrize("strategy", ["auto", "turbo"])  # this strategy releases gradients in the step
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(level, strategy, monkeypatch):
+def test_nonfinite_gradients_without_a_loss_scale_are_reported_with_the_module(level, strategy, monkeypatch):
     monkeypatch.setattr(nonfinite, "LOOK_EVERY", 2)
     monkeypatch.setattr(nonfinite, "LIMIT", 4)
     said = r"least 4 consecutive optimizer steps were made with inf or NaN.*: the output of module '(net\.0|head)'"
@@ -92,7 +92,7 @@ def test_gradients_without_a_scale_that_are_not_finite_are_told_with_the_module(
     (lambda x: x, True), (torch.Tensor.to_sparse, True), (torch.Tensor.half, True),
     (torch.Tensor.to_sparse_csr, False),  # torch cannot look into these
 ], ids=["strided", "sparse", "half", "compressed rows"])  # fmt: skip
-def test_values_that_are_not_finite_are_found_in_every_layout_that_torch_can_look_into(make, found):
+def test_nonfinite_values_are_found_in_every_layout_that_torch_supports(make, found):
     tensor = torch.tensor([[1.0, torch.inf], [0.0, 2.0]])
     assert nonfinite._is_bad(make(tensor)) is found
     assert not nonfinite._is_bad(make(tensor.clamp(max=3.0)))

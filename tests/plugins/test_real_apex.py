@@ -1,4 +1,4 @@
-"""RealApexAMP: with a fake apex everywhere, and with the real one where it is installed."""
+"""RealApexAMP with a fake apex, and with NVIDIA's apex if it is installed."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ from tests.trainers import quiet_trainer
 
 
 class FakeAmp(types.ModuleType):
-    """Stands for apex.amp and writes down what is asked of it."""
+    """Stands for apex.amp and records its calls."""
 
     def __init__(self):
         super().__init__("apex.amp")
@@ -81,11 +81,11 @@ def fit(plugin, ckpt_path=None, epochs=1, make=Net, **kwargs):
     ("", "No module named 'apex.amp'"),  # NVIDIA's after tag 25.05, PyPI's project
     ("import an_extension_that_is_absent", "an_extension_that_is_absent"),
 ])  # fmt: skip
-def test_where_there_is_no_apex_with_amp_it_is_said(file, said, tmp_path, monkeypatch):
+def test_an_error_explains_a_missing_apex(file, said, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         monkeypatch.delitem(sys.modules, name)
     if file is None:
-        monkeypatch.setitem(sys.modules, "apex", None)  # Python's way to hide a package
+        monkeypatch.setitem(sys.modules, "apex", None)  # makes Python treat the package as missing
     else:
         (tmp_path / "apex").mkdir()
         (tmp_path / "apex" / "__init__.py").write_text(file)
@@ -98,7 +98,7 @@ def test_where_there_is_no_apex_with_amp_it_is_said(file, said, tmp_path, monkey
         sys.modules.pop("apex", None)
 
 
-def test_a_trainer_runs_through_apexs_calls(fake):
+def test_a_trainer_calls_apex(fake):
     net, trainer = fit(RealApexAMP("O2", loss_scale=128.0), gradient_clip_val=1e9, accumulate_grad_batches=1)
     plain, _ = fit(None)
     assert torch.equal(net.model.weight, plain.model.weight)  # scaled by 8 and unscaled again, exactly
@@ -110,7 +110,7 @@ def test_a_trainer_runs_through_apexs_calls(fake):
     assert trainer.precision_plugin.loss_scale == 65536.0
 
 
-def test_state_goes_on_under_either_plugin(fake, tmp_path):
+def test_the_scaler_state_is_exchanged_between_both_plugins(fake, tmp_path):
     _, trainer = fit(RealApexAMP("O1"))
     trainer.save_checkpoint(tmp_path / "apex.ckpt")
     saved = torch.load(tmp_path / "apex.ckpt", weights_only=True)
@@ -122,13 +122,13 @@ def test_state_goes_on_under_either_plugin(fake, tmp_path):
     native = ApexAMP("O1", dtype=torch.float16)
     fit(native, tmp_path / "changed.ckpt", 2)
     assert native.loss_scale == 512.0
-    # The other way round.
+    # The other direction
     fit(native, tmp_path / "changed.ckpt", 2)[1].save_checkpoint(tmp_path / "native.ckpt")
     assert "RealApexAMP" not in torch.load(tmp_path / "native.ckpt", weights_only=True)
     fake.scale = 1.0
     fit(RealApexAMP("O1"), tmp_path / "native.ckpt", 3)
     assert fake.scale == 512.0
-    # A checkpoint of Lightning 1.x under apex, or of Lightning's own AMP.
+    # A checkpoint of Lightning 1.x with apex, or of Lightning's AMP.
     del saved["RealApexAMP"]
     saved["ApexMixedPrecisionPlugin"] = {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}}
     torch.save(saved, tmp_path / "old.ckpt")
@@ -137,14 +137,14 @@ def test_state_goes_on_under_either_plugin(fake, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_levels_that_cast_weights_are_refused_where_ddp_has_wrapped_them(fake, level):
+def test_levels_that_cast_weights_are_refused_with_ddp(fake, level):
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
     with pytest.raises(MisconfigurationException, match=f"expected 'O0' or 'O1', got '{level}': Lightning"):
         RealApexAMP(level).connect(wrapped, [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)], [])
     assert fake.calls == []
 
 
-def test_apex_is_not_asked_where_nothing_is_trained(fake):
+def test_apex_is_not_called_without_training(fake):
     plugin, network = RealApexAMP("O2"), nn.Linear(1, 1)
     assert plugin.connect(network, [], []) == (network, [], [])
     plugin.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
@@ -153,7 +153,7 @@ def test_apex_is_not_asked_where_nothing_is_trained(fake):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_batch_without_a_loss_makes_no_step(fake):
+def test_a_batch_without_a_loss_makes_no_apex_step(fake):
     class Never(Net):
         def training_step(self, batch, batch_idx):
             return None
@@ -165,7 +165,7 @@ def test_a_batch_without_a_loss_makes_no_step(fake):
 
 @pytest.mark.apex
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O1 patches torch to the end of the process
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O1 patches torch until the end of the process
 def test_the_real_apex_trains_under_the_trainer(level):
     net, trainer = fit(RealApexAMP(level, loss_scale=128.0))
     assert trainer.global_step == 2

@@ -1,4 +1,4 @@
-"""How many values a step takes to the host; what a skipped step does is in ``tests/amp/test_overflow.py``."""
+"""The number of values that a step copies to the host. ``tests/amp/test_overflow.py`` tests skipped steps."""
 
 import sys
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ class Net(pl.LightningModule):
         x, y = batch
         h = self.first(x).relu()
         with torch.no_grad():
-            self.again(h)  # the cast made here must not be the one that the lines below differentiate
+            self.again(h)  # the cast in this no_grad block must not be reused by the lines below
         return nn.functional.cross_entropy(self.last(self.again(h).relu()), y)
 
     def configure_optimizers(self):
@@ -50,7 +50,7 @@ def sgd(params):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the values that come to the host."""
+    """Counts the values that are copied to the host."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Watching(pl.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         if index:
             self.mode.__exit__(None, None, None)
-        # The cast under no_grad has not taken the gradient away.
+        # The cast under no_grad did not remove the gradient.
         assert module.again.weight.grad.any()
 
 
@@ -90,14 +90,14 @@ def fused_sgd(params):
 @pytest.mark.parametrize(("level", "make"), [
     ("O1", adamw), ("O2", adamw), ("O3", adamw), ("O1", fused_sgd), ("O2", fused_sgd),
 ])  # fmt: skip
-def test_a_step_of_a_fused_optimizer_takes_no_value_to_the_host(level, make):
+def test_a_step_of_a_fused_optimizer_copies_no_value_to_the_host(level, make):
     watching, plugin = Watching(), ApexAMP(level, dtype=torch.float16, loss_scale="dynamic")
     trainer = fit(Net(make), plugin, callbacks=[watching], gradient_clip_val=0.5)
     assert trainer.global_step == 4
     assert watching.mode.host_reads == 0
 
 
-def test_a_frequency_that_is_set_in_a_run_is_that_of_steps_that_are_not_skipped():
+def test_a_scheduler_frequency_counts_only_steps_that_are_not_skipped():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     skipped = []
     scaler = SimpleNamespace(was_skipped=lambda given: given is optimizer and bool(skipped))
@@ -111,8 +111,8 @@ def test_a_frequency_that_is_set_in_a_run_is_that_of_steps_that_are_not_skipped(
 
 
 @pytest.mark.parametrize("scheduler", [False, True])
-def test_a_step_of_another_optimizer_takes_the_one_value_that_stock_takes(scheduler):
-    """Whether it overflowed: a schedule that waits on skipped steps asks for no second one."""
+def test_a_step_of_another_optimizer_copies_one_value_to_the_host_as_in_lightning(scheduler):
+    """The value is whether the step overflowed. A scheduler that waits for skipped steps copies no second value."""
     watching = Watching()
     fit(Net(sgd, scheduler=scheduler), ApexAMP("O1", dtype=torch.float16), callbacks=[watching])
     assert watching.mode.host_reads == 3

@@ -44,7 +44,7 @@ CALLBACK_HOOKS = tuple(name for name in dir(pl.Callback) if name.startswith("on_
 
 
 def recording(base, hooks, who):
-    """A subclass that notes each call of a hook: its name, what the module is told, and the counters."""
+    """Return a subclass that records each call of a hook: its name, the state of the module, and the counters."""
 
     def make(name):
         def hook(self, *args, **kwargs):
@@ -141,7 +141,7 @@ class NoIndex(Net):
 
 
 class Raises(Net):
-    """In the middle of an epoch, after it has logged."""
+    """Raises an error in the middle of an epoch, after it has logged."""
 
     def training_step(self, batch, index):
         loss = super().training_step(batch, index)
@@ -165,14 +165,14 @@ class Lbfgs(Net):
 
 
 class Sgd(Net):
-    """Adam would read its counter of steps as a number."""
+    """Uses SGD, because Adam reads its step count as a Python number."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Notes(DummyLogger):
-    """A logger that keeps what it is given."""
+    """A logger that keeps the metrics of each call."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ class Notes(DummyLogger):
 
 
 class Read(pl.Callback):
-    """Reads what callbacks read, as seldom as a progress bar does."""
+    """Reads metrics as callbacks do, as rarely as a progress bar."""
 
     def __init__(self):
         self.seen = []
@@ -202,21 +202,21 @@ class Read(pl.Callback):
 
 
 class Logs(pl.Callback):
-    """Logs before the batch that breaks off, too."""
+    """Logs before the batch that is skipped, too."""
 
     def on_train_batch_start(self, trainer, module, batch, index):
         module.log("started", float(index), prog_bar=True)
 
 
 class Stops(pl.Callback):
-    """As a timer does whose time is up."""
+    """Stops the run as Lightning's Timer does."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         trainer.should_stop = index == 5
 
 
 class AccumulatesItself(TurboStrategy):
-    """Is called for each batch of a window, as DeepSpeed is."""
+    """Its step is called for each batch of an accumulation window, as with DeepSpeed."""
 
     handles_gradient_accumulation = True
 
@@ -279,7 +279,7 @@ def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resum
 
 
 def end_of(run):
-    """All that must be the same, to the last bit, whatever loop runs."""
+    """Return everything that must be equal for both loops, bit for bit."""
     trainer, model, notes, seen = run
     return {
         "losses": model.losses, "module": dict(model.state_dict()), "notes": notes, "seen": seen,
@@ -316,30 +316,30 @@ CASES = {
     "hooks of a callback set to None": {"callback": without_a_hook},
     "exact accumulation": {"accumulate_grad_batches": 4, "callback": ExactAccumulation},
     "clip by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "validation inside": {"val_check_interval": 3},
+    "validation within the epoch": {"val_check_interval": 3},
     "validation by steps": {"val_check_interval": 7, "check_val_every_n_epoch": None},
     "scheduler per step": {"make": lambda: Net(scheduler="step"), "accumulate_grad_batches": 2},
-    "skips the rest": {"make": lambda: Net(skip=(6,)), "callback": Logs},
-    "breaks off": {"make": Raises, "callback": Logs},
+    "skips the rest of the epoch": {"make": lambda: Net(skip=(6,)), "callback": Logs},
+    "raises an error": {"make": Raises, "callback": Logs},
     "hooks set to None": {"make": without_hooks, "hooks": ()},
     "gradients stay": {"parts": {"release_gradients": False}},
     "returns None or a dict": {"make": lambda: Net(none=(0, 5), as_dict=True, scheduler="epoch")},
     "two optimizers": {"make": TwoOptimizers},
     "no index": {"make": NoIndex},
-    "closure run often": {"make": Lbfgs},
+    "closure called repeatedly": {"make": Lbfgs},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "max_steps": {"max_steps": 13, "max_epochs": -1},
     "limit": {"limit_train_batches": 3, "limit_val_batches": 1},
     "early stopping": {"callback": early, "max_epochs": 8},
-    "told to stop": {"callback": Stops},
-    "beside the doctor": {"callback": lambda: Doctor(warmup=1, timed=2, watched=2)},
+    "should_stop": {"callback": Stops},
+    "with the doctor": {"callback": lambda: Doctor(warmup=1, timed=2, watched=2)},
     "O1": {"level": "O1"},
     "O2": {"level": "O2"},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_lean_calls_and_computes_what_lightning_does(name):
+def test_the_lean_loop_calls_the_same_hooks_and_computes_the_same_values(name):
     runs = []
     for lean_or_not in ({"lean": False}, {}):
         case = dict(CASES[name])
@@ -370,7 +370,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, first, second, at):
     assert resumed[0].global_step == again[0].global_step > at
 
 
-def test_no_logged_value_becomes_a_number_until_it_is_read(monkeypatch):
+def test_logged_values_are_not_converted_before_they_are_read(monkeypatch):
     read, item = [], torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda self: read.append(self) or item(self))
     counts = []
@@ -393,7 +393,7 @@ def is_stock(trainer):
     )
 
 
-def test_a_name_that_is_logged_in_another_way_is_refused():
+def test_a_name_logged_with_changed_arguments_is_refused():
     class Changes(Net):
         def training_step(self, batch, index):
             self.log("value", 1.0, on_epoch=index == 3, reduce_fx=("mean", torch.mean)[index == 1])
@@ -418,7 +418,7 @@ OWNERS = {
 
 @pytest.mark.filterwarnings("ignore:You have overridden `.*` in `LightningModule` but have passed in a")
 @pytest.mark.parametrize("name", OWNERS)
-def test_what_is_set_before_a_run_is_called_in_it(name):
+def test_hooks_set_before_a_run_are_called(name):
     owner_of, hooks = OWNERS[name]
 
     class Sets(pl.Callback):
@@ -437,14 +437,14 @@ def test_what_is_set_before_a_run_is_called_in_it(name):
         datamodule = pl.LightningDataModule()
         datamodule.train_dataloader, datamodule.val_dataloader = batches, batches
         model = Net()
-        model.__class__ = type("Fresh", (Net,), {})  # a class that is changed in this run
+        model.__class__ = type("Fresh", (Net,), {})  # a class that is changed during this run
         trainer.fit(model, datamodule=datamodule)
         calls.append(called)
     assert set(calls[0]) == set(hooks)
     assert calls[0] == calls[1]
 
 
-def test_values_are_taken_from_a_compiled_function():
+def test_values_are_logged_from_a_compiled_function():
     results = LeanResults(_ResultCollection(True))
 
     def step(value):
@@ -458,7 +458,7 @@ def test_values_are_taken_from_a_compiled_function():
 
 
 @pytest.mark.parametrize("ends", ["well", "error", "error in on_exception"])
-def test_everything_is_put_back_after_a_run_and_the_next_one_is_lean(ends):
+def test_the_lean_loop_is_removed_after_a_run_and_used_again_in_the_next(ends):
     class Fails(pl.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
             assert type(trainer.fit_loop.epoch_loop).__name__ == "LeanEpochLoop"
@@ -466,7 +466,7 @@ def test_everything_is_put_back_after_a_run_and_the_next_one_is_lean(ends):
                 raise ValueError("stop here")
 
         def on_exception(self, trainer, module, exception):
-            if ends == "error in on_exception":  # Lightning then tears nothing down
+            if ends == "error in on_exception":  # Lightning then skips teardown
                 raise RuntimeError("stop here too")
 
     trainer, model = small_trainer(lean(), callbacks=[Fails()]), Net()
@@ -486,7 +486,7 @@ def said(monkeypatch):
     return lines
 
 
-def test_a_profiler_sees_what_it_sees_in_lightning(monkeypatch, said):
+def test_a_profiler_sees_the_same_actions_as_in_lightnings_loop(monkeypatch, said):
     actions = []
     for settings in ({"lean": False}, {}, {"lean": True}):
         profiler = SimpleProfiler()
@@ -510,7 +510,7 @@ class OwnOptimization(_AutomaticOptimization):
 
 
 @pytest.mark.parametrize("own", [OwnLoop, OwnOptimization])
-def test_a_loop_that_is_not_lightnings_stays(own, said):
+def test_a_custom_loop_is_not_replaced(own, said):
     strategy = TurboStrategy(cudnn_benchmark=None, device_prefetch=False)
     trainer = small_trainer(strategy)
     trainer.events = []
@@ -530,7 +530,7 @@ class OwnConnector(_LoggerConnector):
     pass
 
 
-def test_a_loop_is_lean_beside_a_logger_connector_of_somebody_else():
+def test_the_lean_loop_works_with_a_custom_logger_connector():
     runs = []
     for strategy in (stock(), lean()):
         trainer, model = small_trainer(strategy), Net()
@@ -545,7 +545,7 @@ def test_a_loop_is_lean_beside_a_logger_connector_of_somebody_else():
     assert runs[0][2]
 
 
-def test_a_step_without_a_loss_is_an_error_where_other_ranks_wait_for_its_gradients():
+def test_a_step_without_a_loss_is_an_error_with_ddp():
     strategy = SimpleNamespace(training_step=lambda batch: None, post_training_step=lambda: None)
     trainer = SimpleNamespace(strategy=strategy, lightning_module=Net(), world_size=2, accumulate_grad_batches=1)
     optimization = LeanOptimization(SimpleNamespace(trainer=trainer))
@@ -555,8 +555,8 @@ def test_a_step_without_a_loss_is_an_error_where_other_ranks_wait_for_its_gradie
     assert optimization._training_step(OrderedDict(batch=1)).closure_loss is None
 
 
-def test_another_lightning_keeps_its_own_loop_and_refuses_what_was_asked_for(monkeypatch, said):
-    monkeypatch.setattr(pl, "__version__", "2.6.7")  # nobody has compared it yet
+def test_an_untested_version_of_lightning_keeps_its_loop_and_refuses_lean_arguments(monkeypatch, said):
+    monkeypatch.setattr(pl, "__version__", "2.6.7")  # a version that has not been compared
     with pytest.raises(LightningMismatchError, match=r"lean=True: expected Lightning 2\.6\.0, .* got 2\.6\.7\. Leave"):
         TurboStrategy(lean=True)
     trainer, model = small_trainer(TurboStrategy(cudnn_benchmark=None, device_prefetch=False)), Net()
@@ -567,5 +567,5 @@ def test_another_lightning_keeps_its_own_loop_and_refuses_what_was_asked_for(mon
     assert said == ["turbo: lean off: the training loop of Lightning 2.6.7 was not compared with the lean one."] * 2
 
 
-def test_lightning_is_still_one_that_was_read():
+def test_the_installed_version_of_lightning_is_one_that_the_lean_loop_supports():
     assert digest() in READ, "see tests/release/lean_sources.py"

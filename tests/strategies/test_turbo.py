@@ -1,4 +1,4 @@
-"""The turbo strategies: the same results as Lightning's own, with every part on, off, and given back."""
+"""The turbo strategies: the same results as Lightning's, with every part on or off, and restored settings."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def same(a, b):
     {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"precision": "64-true"},
     {"precision": "bf16-true"},
 ], ids=str)  # fmt: skip
-def test_turbo_computes_what_the_default_computes(settings):
+def test_turbo_computes_the_same_as_the_default_strategy(settings):
     models = []
     for strategy in ("auto", "turbo", TurboStrategy(release_gradients=False, cudnn_benchmark=None)):
         models.append(net().double() if settings.get("precision") == "64-true" else net())
@@ -60,12 +60,12 @@ def test_a_network_is_compiled_in_place_for_the_run(level):
         assert model.net._compiled_call_impl is None
         ends.append((model, list(trainer.strategy.lightning_module_state_dict())))
     assert ends[0][1] == ends[1][1]
-    # Rounded as the plain network but for where the compiler puts casts.
+    # The rounding is that of the plain network, except where the compiler moves casts.
     assert ends[1][0].losses == pytest.approx(ends[0][0].losses, rel=1e-5 if level in (None, "O0") else 2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_run_goes_on_from_a_plain_one_and_back(tmp_path):
+def test_a_compiled_run_resumes_from_a_plain_one_and_back(tmp_path):
     def train(path=None, compiled=None, epochs=2):
         trainer = fit(model := net(), TurboStrategy(compile=compiled), path, max_epochs=epochs)
         trainer.save_checkpoint(tmp_path / "last")
@@ -79,7 +79,7 @@ def test_a_compiled_run_goes_on_from_a_plain_one_and_back(tmp_path):
     same(rest, whole)
 
 
-def test_gradients_are_released_before_the_forward_pass_and_switches_are_put_back():
+def test_gradients_are_released_before_the_forward_pass_and_global_settings_are_restored():
     held, model = [], net()
     model.net.register_forward_pre_hook(lambda *_: held.append(any(p.grad is not None for p in model.parameters())))
     before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
@@ -92,7 +92,7 @@ def test_gradients_are_released_before_the_forward_pass_and_switches_are_put_bac
     assert held[3]
 
 
-def test_what_has_no_meaning_here_is_said_once(monkeypatch):
+def test_settings_without_effect_warn_once(monkeypatch):
     said = []
     monkeypatch.setattr("lightning_turbo.strategies.turbo.rank_zero_info", said.append)
     fit(net(), "turbo")
@@ -122,7 +122,7 @@ def test_what_has_no_meaning_here_is_said_once(monkeypatch):
     (lambda: ApexAMP().state_key, TypeError,
      "callbacks: expected callbacks, got ApexAMP. Pass it as Trainer(plugins=[...])."),
 ])  # fmt: skip
-def test_bad_settings_are_refused_in_words(make, error, text):
+def test_invalid_settings_are_refused_with_an_explanation(make, error, text):
     with pytest.raises(error) as caught:
         make()
     assert text in str(caught.value)
@@ -132,13 +132,13 @@ def test_bad_settings_are_refused_in_words(make, error, text):
     ({"devices": 2}, r"expected one device, got 2\. Pass strategy='turbo_ddp'"),
     ({"devices": 1, "num_nodes": 2}, "expected num_nodes=1, got num_nodes=2"),
 ])  # fmt: skip
-def test_several_devices_or_machines_are_refused_by_turbo(settings, text):
+def test_turbo_refuses_several_devices_or_machines(settings, text):
     with pytest.raises(MisconfigurationException, match=text):
         pl.Trainer(accelerator="cpu", strategy="turbo", logger=False, **settings)
 
 
 @pytest.mark.parametrize("make", [TurboStrategy, TurboDDPStrategy])
-def test_a_checkpoint_io_is_given_once_in_either_place(make):
+def test_a_checkpoint_io_may_be_given_only_once(make):
     own = AsyncCheckpointIO()
     assert type(make().checkpoint_io) is AtomicCheckpointIO
     for strategy, plugins in ((make(checkpoint_io=own), []), (make(), [own]), (make.strategy_name, [own])):
@@ -150,7 +150,7 @@ def test_a_checkpoint_io_is_given_once_in_either_place(make):
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_exact_resume_is_added_where_it_is_asked_for(adds):
+def test_exact_resume_is_added_on_request(adds):
     trainer = fit(net(), TurboStrategy(exact_resume=adds), max_epochs=1)
     assert any(isinstance(callback, ExactResume) for callback in trainer.callbacks) == adds
 
@@ -159,7 +159,7 @@ def test_exact_resume_is_added_where_it_is_asked_for(adds):
 def test_a_trainer_can_be_pickled_and_copied(strategy):
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy(matmul_precision="high"), logger=False)
     given_back = []
-    trainer.strategy._cleanup.callback(lambda: given_back.append(True))  # as in a run
+    trainer.strategy._cleanup.callback(lambda: given_back.append(True))  # as during a run
     for twin in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
         assert type(twin.strategy) is strategy
         assert twin.strategy.matmul_precision == "high"
@@ -168,7 +168,7 @@ def test_a_trainer_can_be_pickled_and_copied(strategy):
 
 
 @pytest.mark.parametrize("step", [5, 6, 7, 8])
-def test_the_rest_of_an_epoch_accumulates_what_its_scheduler_says(step, tmp_path):
+def test_a_resumed_epoch_accumulates_as_its_scheduler_says(step, tmp_path):
     data, path = make_data(None)["train_dataloaders"].dataset, tmp_path / "step.ckpt"
 
     class Save(pl.Callback):

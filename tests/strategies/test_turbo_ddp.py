@@ -29,18 +29,19 @@ def test_a_static_graph_with_accumulated_gradients_is_refused_before_the_first_s
         trainer = connected(TurboDDPStrategy(static_graph=True), **settings)
         with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=1 with static_graph=True, got 2"):
             trainer.strategy.on_train_start()
-    connected(TurboDDPStrategy(static_graph=True), callbacks=later).strategy.on_train_start()  # the graph is known then
+    # The graph is known when the accumulation starts.
+    connected(TurboDDPStrategy(static_graph=True), callbacks=later).strategy.on_train_start()
 
 
 @pytest.mark.parametrize("own", [[], [Preemption(time_limit=60)]])
-def test_preemption_is_added_for_sigterm_where_there_is_none(own):
+def test_preemption_is_added_for_sigterm_unless_present(own):
     trainer = connected(TurboDDPStrategy(), callbacks=list(own))
     attach_preemption(trainer)
     (found,) = [callback for callback in trainer.callbacks if isinstance(callback, Preemption)]
     assert found is own[0] if own else found._signals == [15]
 
 
-def test_preemption_is_left_out_where_that_is_asked_for():
+def test_preemption_can_be_disabled():
     with pytest.raises(TypeError, match="preemption=1: expected True or False"):
         TurboDDPStrategy(preemption=1)
     assert TurboDDPStrategy(preemption=False).preemption is False

@@ -1,4 +1,4 @@
-"""The process's switches that the turbo strategies set on CUDA, and put back. No device is needed for them."""
+"""Global settings of torch that the turbo strategies set on CUDA and restore. The tests need no device."""
 
 import gc
 import weakref
@@ -21,7 +21,7 @@ class FakeTrainer:  # of which a loader keeps a weak reference
 
 
 def on_cuda(module=None, **settings):
-    """A strategy that takes itself to be on a CUDA device, with this module or one that overrides nothing."""
+    """Return a strategy that reports a CUDA device, with this module or one that overrides no hooks."""
     strategy = TurboStrategy(**settings)
     strategy._root_device = torch.device("cuda", 0)
     strategy._lightning_module = LightningModule() if module is None else module
@@ -37,7 +37,7 @@ def said(monkeypatch):
 
 
 def in_the_run(read=lambda: torch.backends.cudnn.benchmark, **settings):
-    """What is read during a run on CUDA."""
+    """Return a value that is read during a run on CUDA."""
     strategy = on_cuda(**settings)
     strategy._set_switches()
     try:
@@ -47,7 +47,7 @@ def in_the_run(read=lambda: torch.backends.cudnn.benchmark, **settings):
 
 
 @pytest.mark.parametrize("how", ["algorithms", "warn", "cudnn"])
-def test_a_deterministic_run_chooses_no_algorithm_by_the_clock(how, said, monkeypatch):
+def test_a_deterministic_run_does_not_enable_cudnn_benchmark(how, said, monkeypatch):
     assert in_the_run() is True
     assert said == []
     if how == "cudnn":
@@ -65,7 +65,7 @@ def test_a_deterministic_run_chooses_no_algorithm_by_the_clock(how, said, monkey
     assert said == ["turbo: cudnn_benchmark is off in a deterministic run."] * 2
 
 
-def test_the_precision_of_matrix_products_is_put_back():
+def test_the_float32_matmul_precision_is_restored():
     torch.set_float32_matmul_precision("medium")
     try:
         assert in_the_run(torch.get_float32_matmul_precision) == "medium"
@@ -77,7 +77,7 @@ def test_the_precision_of_matrix_products_is_put_back():
 
 @pytest.fixture
 def float32_precision():
-    """Puts torch's older and newer settings back."""
+    """Restores torch's older and newer settings."""
     newer = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends]
     before = [each.fp32_precision for each in newer]
     yield torch.backends.cuda.matmul
@@ -91,7 +91,7 @@ def float32_precision():
 @pytest.mark.parametrize("older", [None, "medium"])
 @pytest.mark.parametrize("newer", ["none", "ieee", "tf32"])
 @pytest.mark.parametrize("general", ["none", "tf32", "ieee"])
-def test_it_is_put_back_beside_the_newer_settings(asked, older, newer, general, float32_precision):
+def test_float32_matmul_precision_is_restored_with_the_newer_settings(asked, older, newer, general, float32_precision):
     if older is not None:
         torch.set_float32_matmul_precision(older)
     torch.backends.fp32_precision = general
@@ -105,19 +105,19 @@ def test_it_is_put_back_beside_the_newer_settings(asked, older, newer, general, 
     inside = in_the_run(read, matmul_precision=asked)
     assert inside[0] == ("ieee" if asked == "highest" else "tf32")
     assert read() == before
-    if newer == "none":  # it still follows the setting for all backends
+    if newer == "none":  # it still inherits the setting for all backends
         torch.backends.fp32_precision = "ieee"
         assert read()[0] == "ieee"
 
 
-def test_a_choice_of_algorithms_that_is_not_asked_for_stays_as_it_is():
+def test_cudnn_benchmark_is_not_changed_without_a_request():
     for before in (False, True):
         torch.backends.cudnn.benchmark = before
         assert in_the_run(cudnn_benchmark=None) is before
     torch.backends.cudnn.benchmark = False
 
 
-def test_a_loader_copies_ahead_in_a_run_alone(monkeypatch):
+def test_a_loader_copies_to_the_device_ahead_only_during_a_run(monkeypatch):
     asked, transfer = [], DeviceTransfer(torch.device("cpu"))
     monkeypatch.setattr(module, "DeviceTransfer", lambda device: asked.append(device) or transfer)
     strategy = on_cuda()
@@ -130,7 +130,7 @@ def test_a_loader_copies_ahead_in_a_run_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_transfer_of_the_users_is_kept_in_a_run_and_after_it(alive):
+def test_the_users_device_transfer_is_kept_during_and_after_a_run(alive):
     loader, transfer = PrefetchLoader(torch.arange(8), 2), DeviceTransfer(torch.device("cpu"))
     loader.transfer = transfer
     strategy = on_cuda()
@@ -145,13 +145,13 @@ def test_a_transfer_of_the_users_is_kept_in_a_run_and_after_it(alive):
     assert not alive or loader.transfer is transfer
 
 
-def test_what_is_no_dataloader_is_said_and_left(said):
+def test_iterables_that_are_not_dataloaders_warn_and_are_not_wrapped(said):
     batches = [torch.ones(2)]
     assert on_cuda().process_dataloader(batches) is batches
     assert said == ["turbo: device_prefetch has no effect on a list, which is not a DataLoader."]
 
 
-def test_a_hook_before_the_copy_keeps_batches_from_being_copied_ahead():
+def test_on_before_batch_transfer_disables_copies_ahead():
     class Overrides(LightningModule):
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return batch
@@ -162,11 +162,11 @@ def test_a_hook_before_the_copy_keeps_batches_from_being_copied_ahead():
 
 
 def test_dali_s_loaders_are_not_wrapped():
-    loader = DALILoader.__new__(DALILoader)  # DALI need not be there
+    loader = DALILoader.__new__(DALILoader)  # DALI need not be installed
     assert on_cuda().process_dataloader(loader) is loader
 
 
-def test_hooks_on_an_object_see_batches_before_their_copy_as_those_of_a_class_do():
+def test_transfer_hooks_set_on_an_object_see_batches_before_the_copy():
     class Overrides(LightningModule):
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return batch
