@@ -1,4 +1,4 @@
-"""Runs of two ranks, one of which is slow, or none."""
+"""Runs of two ranks, of which one or none is slow."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from tests.trainers import quiet_trainer
 SLOW = os.environ.get("RANK") == "1"
 MORE, LATE = 0.04, 2.5  # seconds
 USUAL = 0.02  # seconds of a step
-STEPS = {"step": MORE, "long step": 8 * MORE}  # the second is also told beside other programs
+STEPS = {"step": MORE, "long step": 8 * MORE}  # the second is also detected while other programs run
 
 
 class Data(Dataset):

@@ -1,4 +1,4 @@
-"""The Doctor in real Trainers: it changes nothing, ends well whatever happens, costs nothing afterwards."""
+"""The Doctor in real Trainers: it changes no result, always ends cleanly, and has no cost afterwards."""
 
 import cProfile
 import gc
@@ -32,7 +32,7 @@ pytestmark = QUIET
 
 
 class TwoOptimizers(Noisy):
-    """Manual optimization, as a GAN has it."""
+    """Manual optimization, as in a GAN."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class Streamed(Noisy):
 
 
 class Moded(Noisy):
-    """With a function mode of the user's own."""
+    """With a TorchFunctionMode of the user."""
 
     def training_step(self, batch, batch_idx):
         with BaseTorchFunctionMode():
@@ -83,7 +83,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_and_weights_are_the_same_bit_for_bit(name):
+def test_the_doctor_changes_no_loss_or_weight(name):
     doctor = Doctor(**SHORT)
     assert equal(trained(**RUNS[name]), trained(doctor, **RUNS[name]))
     facts = doctor.report.facts
@@ -95,19 +95,19 @@ def test_losses_and_weights_are_the_same_bit_for_bit(name):
     assert len(facts.optimizers) == (2 if name == "two optimizers" else 1)
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 brought it")
-@pytest.mark.parametrize(("set_to", "told"), [("tf32", True), ("ieee", False)])
-def test_tf32_may_be_set_by_the_newer_interface(set_to, told):
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="needs torch 2.9")
+@pytest.mark.parametrize(("set_to", "enabled"), [("tf32", True), ("ieee", False)])
+def test_tf32_set_by_the_newer_interface_is_recognized(set_to, enabled):
     torch.backends.cuda.matmul.fp32_precision = set_to
     try:
         trained(doctor := Doctor(**SHORT))
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
-    assert doctor.report.facts.run.tf32 is told
+    assert doctor.report.facts.run.tf32 is enabled
 
 
 class Clipping(Noisy):
-    """Clips at the lines where ApexAMP has unscaled the gradients."""
+    """Clips where ApexAMP has already unscaled the gradients."""
 
     def on_before_optimizer_step(self, optimizer):
         nn.utils.clip_grad_norm_(self.parameters(), 1.0)
@@ -127,7 +127,7 @@ class ClippingByHand(TwoOptimizers):
 
 @pytest.mark.parametrize("model", [Clipping, ClippingByHand])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
-def test_clipping_of_gradients_that_apex_amp_has_unscaled_is_right(model, loss_scale):
+def test_clipping_gradients_unscaled_by_apex_amp_is_not_reported(model, loss_scale):
     doctor = Doctor(**SHORT)
     trainer(doctor, plugins=[ApexAMP("O1", loss_scale=loss_scale)]).fit(model())
     assert doctor.report.facts.seen.watched == 3
@@ -152,14 +152,14 @@ class Keeping(Noisy):
         return loss
 
 
-def test_a_large_graph_that_is_kept_grows_only_if_it_does():
+def test_a_kept_graph_is_reported_as_growing_only_if_it_grows():
     trained(doctor := Doctor(**SHORT), model=Keeping)
     kept = {part.name: part.growing for part in doctor.report.facts.seen.retained}
     assert kept == {"self.last": False, "self.both": False, "self.kept": True, "self.total": True}
 
 
 class Unrolled(Noisy):
-    """Keeps the graph of one step, whose size goes up and down."""
+    """Keeps the graph of one step, whose size varies."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -169,16 +169,16 @@ class Unrolled(Noisy):
         return loss
 
 
-def test_a_graph_grows_only_if_it_does_so_in_each_step():
+def test_a_kept_graph_is_reported_as_growing_only_if_it_grows_in_each_step():
     trained(doctor := Doctor(**SHORT), model=Unrolled)
     assert [(part.name, part.growing) for part in doctor.report.facts.seen.retained] == [("self.last", False)]
 
 
-# Runs that are timed and not watched
+# Runs that are timed but not watched
 
 
 class Frozen(Noisy):
-    """An encoder in eval mode, whose fast path a function mode would close."""
+    """An encoder in eval mode, whose fast path a TorchFunctionMode would disable."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ def compiled_in_place():
 
 
 class CompiledFunction(Noisy):
-    """Its first run has left compiled code in the process."""
+    """A compiled function whose first run leaves compiled code in the process."""
 
     error = staticmethod(torch.compile(lambda out: out.square().mean(), backend="aot_eager"))
 
@@ -222,7 +222,7 @@ class CompiledFunction(Noisy):
     (compiled_in_place, "the model is compiled"),
     (CompiledFunction, "torch.compile has compiled code in this process"),
 ])  # fmt: skip
-def test_what_watching_would_change_is_timed_only(model, note):
+def test_models_that_watching_would_change_are_only_timed(model, note):
     doctor = Doctor(**SHORT if note else {"warmup": 1, "timed": 2, "watched": 0})
     assert equal(trained(model=model), trained(doctor, model=model))
     assert note in "".join(doctor.report.facts.notes)
@@ -232,19 +232,19 @@ def test_what_watching_would_change_is_timed_only(model, note):
 
 
 class Sharded(SingleDeviceStrategy):
-    """Stands for DeepSpeed's strategy, which is derived from a plain one and splits tensors."""
+    """Stands for DeepSpeed's strategy, which inherits from a plain one and shards tensors."""
 
     __module__ = "lightning.pytorch.strategies.sharded"
 
 
-def test_a_strategy_of_lightnings_that_is_derived_from_a_plain_one_is_timed_only():
+def test_a_sharding_strategy_is_only_timed():
     trained(doctor := Doctor(**SHORT), strategy=Sharded("cpu"))
     assert "Sharded may split tensors over devices: the run was timed" in "".join(doctor.report.facts.notes)
     assert "host-sync" not in rules(doctor)
 
 
 class Fetching(Noisy):
-    """Takes two batches in a step, by itself."""
+    """Fetches two batches in a step from ``dataloader_iter``."""
 
     def training_step(self, dataloader_iter):
         (batch, _, _), _ = next(dataloader_iter), next(dataloader_iter)
@@ -255,7 +255,7 @@ class Fetching(Noisy):
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-def test_a_step_that_fetches_by_itself_is_timed_only():
+def test_a_step_with_dataloader_iter_is_only_timed():
     doctor = Doctor(warmup=1, timed=2, watched=2)
     assert equal(trained(model=Fetching, max_steps=5), trained(doctor, model=Fetching, max_steps=5))
     facts = doctor.report.facts
@@ -265,14 +265,14 @@ def test_a_step_that_fetches_by_itself_is_timed_only():
     assert facts.batch > 0
 
 
-def test_cprofile_sees_all_that_it_sees_without_the_doctor():
+def test_cprofile_records_the_same_calls_with_the_doctor():
     doctor, profile = Doctor(**SHORT), cProfile.Profile()
     profile.enable()
     trained(doctor)
     profile.disable()
     calls = {code.co_name: count for code, count, *_ in profile.getstats() if not isinstance(code, str)}
     assert calls["training_step"] == 12
-    # It is a profile function before Python 3.12, and of a kind of its own since.
+    # cProfile uses a profile function before Python 3.12, and sys.monitoring since.
     assert ("progress-bar-sync" in rules(doctor)) == (sys.version_info >= (3, 12))
 
 
@@ -292,17 +292,17 @@ def test_recompilations_and_graph_breaks_are_counted():
     torch._dynamo.reset()
     assert {"recompiles", "graph-breaks"} <= rules(doctor)
     facts = doctor.report.facts
-    assert sum(facts.seen.recompilations.values()) == 3, "one for each new size after the warmup"
+    assert sum(facts.seen.recompilations.values()) == 3, "one for each new size after warmup"
     assert all(__file__ in place for place in [*facts.seen.recompilations, *facts.seen.graph_breaks])
     trained(doctor := Doctor(**SHORT))
-    assert not {"recompiles", "graph-breaks"} & rules(doctor), "another run's are not this one's"
+    assert not {"recompiles", "graph-breaks"} & rules(doctor), "those of another run do not count"
 
 
 # Several ranks
 
 
 def found_on_ranks(folder, *cases):
-    """Run the cases on two ranks, and return the findings on ranks in the first one's reports."""
+    """Run the cases on two ranks, and return the findings about ranks in the reports of rank 0."""
     run_ranks(doctor_ranks_worker.main, folder, *cases, timeout=400)
     reports = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(cases))]
     assert all(len(report["ranks"]) == 2 and report["notes"] == [] for report in reports)
@@ -325,35 +325,35 @@ def check_said(case, findings):
     assert len(findings) == (case != ""), (case, findings)
     for finding in findings:
         line = linecache.getline(finding["site"]["file"], finding["site"]["line"])
-        told = f"{finding['what']} {finding['cost']} {line}"
-        assert all(words in told for words in SAID[case]), (case, told)
+        text = f"{finding['what']} {finding['cost']} {line}"
+        assert all(words in text for words in SAID[case]), (case, text)
 
 
 @pytest.mark.distributed
-def test_a_rank_that_others_wait_for_is_named_with_its_line(tmp_path):
+def test_a_slow_rank_is_reported_with_its_line(tmp_path):
     (found,) = found_on_ranks(tmp_path, "long step")
     check_said("long step", found)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_slow_rank_is_named_in_ten_of_ten_runs_and_none_without(tmp_path):
+def test_a_slow_rank_is_reported_in_ten_of_ten_runs(tmp_path):
     cases = list(SAID) * 10
     for case, findings in zip(cases, found_on_ranks(tmp_path, *cases), strict=True):
         check_said(case, findings)
 
 
 @pytest.mark.distributed
-def test_a_rank_without_a_doctor_is_a_note_and_nobody_waits_for_it(tmp_path):
+def test_a_rank_without_a_doctor_is_mentioned_and_not_waited_for(tmp_path):
     run_ranks(doctor_ranks_worker.main, tmp_path, "alone")
     (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert report["notes"] == ["ranks 1 reported nothing: who waits for whom is not known"]
 
 
-# How it ends; the tests of the command have runs that fail, are interrupted, or are too short
+# How a run ends. The tests of the command have runs that fail, are interrupted, or are too short.
 
 
-def test_a_second_fit_and_a_second_doctor_are_left_alone():
+def test_a_second_fit_or_a_second_doctor_has_no_report():
     torch.manual_seed(7)
     first, second = Doctor(**SHORT), Doctor(**SHORT)
     runs, module = trainer(first, second), Noisy()
@@ -377,7 +377,7 @@ class Validated(Noisy):
         return DataLoader(images(48), batch_size=4)
 
 
-def test_validation_and_epochs_in_between_are_no_steps():
+def test_validation_and_epoch_ends_do_not_count_as_steps():
     doctor = Doctor(warmup=1, timed=4, watched=4)
     trained(doctor, model=Validated, max_epochs=3, limit_train_batches=5, val_check_interval=2, limit_val_batches=1)
     assert (doctor.report.short, doctor.report.facts.seen.watched) == ("", 4)
@@ -386,7 +386,7 @@ def test_validation_and_epochs_in_between_are_no_steps():
     assert set(lines) == {"training_step"}
 
 
-def test_an_error_in_validation_ends_it():
+def test_an_error_in_validation_ends_the_doctor():
     class Fails(Validated):
         def validation_step(self, batch, batch_idx):
             raise ZeroDivisionError("mine")
@@ -414,15 +414,15 @@ class Named(Noisy):
 
 
 @pytest.mark.parametrize(("encoding", "name"), [(None, "Größe"), ("ascii", r"Gr\xf6\xdfe")])
-def test_any_terminal_gets_the_report(encoding, name, monkeypatch):
+def test_the_report_is_printed_in_any_encoding(encoding, name, monkeypatch):
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding or "utf-8", write_through=True)
-    # An object in place of the standard output may have no encoding.
+    # An object that replaces the standard output may have no encoding.
     monkeypatch.setattr(sys, "stdout", out if encoding else SimpleNamespace(write=out.write, flush=out.flush))
     trained(Doctor(**SHORT), model=Named)
-    told = written.getvalue().decode()
-    assert "The mean step takes" in told
-    assert f"self.log('{name}', prog_bar=True)" in told
+    text = written.getvalue().decode()
+    assert "The mean step takes" in text
+    assert f"self.log('{name}', prog_bar=True)" in text
 
 
 @pytest.mark.parametrize(("given", "error", "message"), [
@@ -438,7 +438,7 @@ def test_wrong_arguments_are_refused(given, error, message):
         Doctor(**given)
 
 
-# What it costs afterwards
+# Cost after the report
 
 
 HERE = os.path.join(os.path.dirname(lightning_turbo.__file__), "doctor") + os.sep
@@ -446,7 +446,7 @@ HEAVY = {"Session", "FitClock", "StepWatch", "CallTable", "Sources", "_Functions
 
 
 class Looks(Callback):
-    """Looks at the Trainer in each step, at the objects that are alive, and at the calls of the second epoch."""
+    """Checks the Trainer in each step, live objects, and the calls of the second epoch."""
 
     def __init__(self):
         self.seen, self.alive, self.batches, self.profile = [], [], [], cProfile.Profile()
@@ -471,7 +471,7 @@ class Looks(Callback):
         self.seen.append((doctor, modes, profiled, type(trainer.profiler).__name__))
 
 
-def test_it_leaves_the_trainer_after_its_steps_with_all_that_it_measured_with():
+def test_the_doctor_removes_everything_from_the_trainer_after_its_steps():
     looks, doctor = Looks(), Doctor(**SHORT, border="skip")
     module = trained(looks, doctor, max_epochs=2)
     assert set(looks.seen[:3]) == {(True, 0, False, "PassThroughProfiler")}
@@ -482,7 +482,7 @@ def test_it_leaves_the_trainer_after_its_steps_with_all_that_it_measured_with():
     assert "training_step" in {code.co_name for code in codes}
     assert [code.co_name for code in codes if code.co_filename.startswith(HERE)] == []
     reference, batches = weakref.ref(module), looks.batches
-    del module, looks  # Lightning gives callbacks a method of the module
+    del module, looks  # Lightning sets a method of the module on callbacks
     gc.collect()
     assert doctor.report is not None
     assert reference() is None
@@ -490,7 +490,7 @@ def test_it_leaves_the_trainer_after_its_steps_with_all_that_it_measured_with():
 
 
 class Rollouts(IterableDataset):
-    """Takes some time before each epoch, whose length nobody knows beforehand."""
+    """Generates data before each epoch, whose length is not known in advance."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -501,7 +501,7 @@ class Rollouts(IterableDataset):
 
 
 @pytest.mark.parametrize(("batches", "known"), [(4, True), (60, False)])
-def test_what_an_epoch_of_unknown_length_costs_is_told_with_its_length(batches, known):
+def test_costs_of_an_epoch_of_unknown_length_are_reported_with_its_length(batches, known):
     class Generated(Noisy):
         def train_dataloader(self):
             return DataLoader(Rollouts(batches), batch_size=1)
@@ -513,7 +513,7 @@ def test_what_an_epoch_of_unknown_length_costs_is_told_with_its_length(batches, 
     assert ("how many batches an epoch has is not known, here it is 8" in said) == (not known)
 
 
-def test_a_hook_of_it_can_log_as_that_of_any_callback():
+def test_hooks_of_the_doctor_can_log():
     class Logs(Doctor):
         def on_train_batch_end(self, trainer, pl_module, *args):
             self.log("seen", 1.0)
@@ -522,17 +522,17 @@ def test_a_hook_of_it_can_log_as_that_of_any_callback():
     runs.fit(Noisy())
     assert doctor.report is not None
     assert runs.logged_metrics["seen"] == 1.0
-    assert doctor.log is None, "the module is not kept"
+    assert doctor.log is None, "the module is not kept alive"
 
 
-def test_a_log_of_no_module_starts_nothing():
+def test_log_without_a_module_starts_nothing():
     doctor = Doctor(**SHORT)
     doctor.log = log = lambda *args: None
     assert doctor.log is log
     assert doctor.report is None
 
 
-def test_an_error_before_the_training_is_the_runs_own_and_no_report_is_made(tmp_path):
+def test_an_error_before_training_is_raised_unchanged_without_a_report(tmp_path):
     class Fails(Validated):
         def validation_step(self, batch, batch_idx):
             raise ZeroDivisionError("mine")
@@ -545,7 +545,7 @@ def test_an_error_before_the_training_is_the_runs_own_and_no_report_is_made(tmp_
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
 
 
-def test_an_error_after_the_report_is_the_runs_own():
+def test_an_error_after_the_report_is_raised_unchanged():
     class Fails(Noisy):
         def on_train_end(self):
             raise ZeroDivisionError("mine")

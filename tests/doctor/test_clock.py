@@ -1,4 +1,4 @@
-"""The clock: where a fit, an epoch, a step and a phase begin and end, by what Lightning tells its profiler."""
+"""The clock: when a fit, an epoch, a step and a phase start and end, from Lightning's profiler actions."""
 
 import copy
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from lightning_turbo.doctor.guard import Guard
 from tests.trainers import quiet_trainer
 
 
-class Notes(Listener):
-    """Writes down what it hears."""
+class Events(Listener):
+    """Records the events of the clock."""
 
     def __init__(self):
         self.events, self.parts = [], []
@@ -45,10 +45,10 @@ class Notes(Listener):
 
 
 class Starts(Callback):
-    """Starts a clock as fit begins, as the Doctor does."""
+    """Starts a clock when fit starts, as the Doctor does."""
 
     def __init__(self):
-        self.notes, self.clock = Notes(), FitClock(Guard(lambda: None))
+        self.notes, self.clock = Events(), FitClock(Guard(lambda: None))
 
     @property
     def log(self):
@@ -63,7 +63,7 @@ class Starts(Callback):
 
 
 def heard(module=None, *callbacks, **settings):
-    """Fits, and returns the clock's notes and counts."""
+    """Run a fit and return the events and counts of the clock."""
     starts = Starts()
     module = BoringModel() if module is None else module
     if "val_check_interval" not in settings and "limit_val_batches" not in settings:
@@ -92,7 +92,7 @@ class Streamed(BoringModel):
     (BoringModel, {"limit_val_batches": 1, "num_sanity_val_steps": 0}),
     (BoringModel, {"limit_val_batches": 1, "val_check_interval": 1}),
 ])  # fmt: skip
-def test_each_step_begins_and_ends_once(module, settings):
+def test_each_step_starts_and_ends_once(module, settings):
     settings = dict(settings)
     if settings.pop("lean", False):
         from lightning_turbo import TurboStrategy
@@ -104,7 +104,7 @@ def test_each_step_begins_and_ends_once(module, settings):
     assert [each.ended for each in clock.epochs] == [True, True]
 
 
-def test_a_batch_that_is_fetched_ahead_of_an_epoch_is_no_step():
+def test_a_batch_fetched_before_an_epoch_is_not_a_step():
     notes, clock = heard(Streamed(), limit_train_batches=1.0)
     assert [each for each in notes.events if not each.startswith(("fetched", "drop"))] == [
         each for each in STEPS + LATER if not each.startswith("fetched") for _ in range(1 + (each == "begin 2"))
@@ -112,7 +112,7 @@ def test_a_batch_that_is_fetched_ahead_of_an_epoch_is_no_step():
     assert [each.steps for each in clock.epochs] == [2, 2]
 
 
-def test_the_parts_of_a_fit_come_in_their_order(tmp_path):
+def test_the_parts_of_a_fit_are_timed_in_order(tmp_path):
     notes, clock = heard(
         limit_val_batches=2, num_sanity_val_steps=1, logger=CSVLogger(tmp_path), enable_checkpointing=True,
         default_root_dir=tmp_path, log_every_n_steps=1,
@@ -125,14 +125,14 @@ def test_the_parts_of_a_fit_come_in_their_order(tmp_path):
     assert [(each.validations, each.validated, each.saves) for each in clock.epochs] == [(1, 2, 1), (1, 2, 1)]
 
 
-def test_a_validation_every_step_leaves_whole_steps():
+def test_steps_are_complete_with_a_validation_after_every_step():
     notes, clock = heard(limit_val_batches=1, val_check_interval=1, limit_train_batches=3, max_epochs=1)
     assert [each for each in notes.events if each.startswith("end")] == ["end 0", "end 1", "end 2"]
     assert clock.epochs[0].validations == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-def test_loops_within_a_hook_are_no_epochs(tmp_path):
+def test_loops_within_a_hook_are_not_epochs(tmp_path):
     class Net(BoringModel):
         lr = 0.1
 
@@ -145,7 +145,7 @@ def test_loops_within_a_hook_are_no_epochs(tmp_path):
     assert clock.step == 2
 
 
-def test_an_error_leaves_a_clock_that_can_be_stopped():
+def test_the_clock_can_be_stopped_after_an_error():
     class Fails(BoringModel):
         def training_step(self, batch, batch_idx):
             raise ZeroDivisionError
@@ -160,7 +160,7 @@ def test_an_error_leaves_a_clock_that_can_be_stopped():
 
 
 class Own(SimpleProfiler):
-    """A profiler with a ``profile`` of its own."""
+    """A profiler with its own ``profile`` method."""
 
     seen = 0
 
@@ -172,7 +172,7 @@ class Own(SimpleProfiler):
 
 
 @pytest.mark.parametrize("kind", [PassThroughProfiler, SimpleProfiler, AdvancedProfiler, Own])
-def test_the_profiler_stays_the_users_own(kind, tmp_path):
+def test_the_users_profiler_is_kept(kind, tmp_path):
     kept = kind() if kind is PassThroughProfiler else kind(dirpath=tmp_path, filename="times")
     seen = []
 
@@ -187,7 +187,7 @@ def test_the_profiler_stays_the_users_own(kind, tmp_path):
     assert kind not in (SimpleProfiler, Own) or "training_step" in kept.summary()
 
 
-def test_loggers_write_as_ever_and_are_a_part(tmp_path):
+def test_loggers_are_timed_and_write_as_usual(tmp_path):
     class Logs(BoringModel):
         def on_train_epoch_end(self):
             self.log("epoch", 1.0)
@@ -199,7 +199,7 @@ def test_loggers_write_as_ever_and_are_a_part(tmp_path):
     assert "epoch" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
 
 
-def test_a_plan_tells_what_a_step_is_for():
+def test_a_plan_divides_steps_into_warmup_timed_and_watched():
     plan = Plan(2, 3, 2)
     assert [step for step in range(9) if plan.times(step)] == [2, 3, 4]
     assert [step for step in range(9) if plan.watches(step)] == [5, 6]
@@ -207,7 +207,7 @@ def test_a_plan_tells_what_a_step_is_for():
 
 
 class Plateau(BoringModel):
-    """Its schedule steps at the end of an epoch, after the validation."""
+    """Its scheduler steps at the end of an epoch, after the validation."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val", 1.0)
@@ -219,14 +219,14 @@ class Plateau(BoringModel):
 
 
 class Restoring(Plateau):
-    """Undoes the eval mode by itself; Lightning calls this hook of no other module."""
+    """Restores train mode itself. Lightning calls this hook only if it is overridden."""
 
     def on_validation_model_train(self):
         self.train()
 
 
 class Actions(Listener):
-    """Writes down the part of the fit to which each action belongs."""
+    """Records the part of the fit to which each action belongs."""
 
     def __init__(self):
         self.parts = {}
@@ -236,7 +236,7 @@ class Actions(Listener):
 
 
 @pytest.mark.parametrize("module", [Plateau, Restoring])
-def test_a_schedule_that_steps_after_the_validation_is_no_part_of_it(module):
+def test_a_scheduler_step_after_the_validation_is_not_timed_as_validation(module):
     starts = Starts()
     starts.notes = Actions()
     quiet_trainer(callbacks=[starts], limit_train_batches=2, limit_val_batches=1, max_epochs=2).fit(module())
@@ -246,11 +246,11 @@ def test_a_schedule_that_steps_after_the_validation_is_no_part_of_it(module):
     assert parts["validation_step"] == {"sanity check", "validation"}
 
 
-def test_a_logger_without_some_of_the_methods_is_a_part_too():
+def test_a_logger_without_all_methods_is_timed():
     written = []
     logger = SimpleNamespace(log_metrics=written.append, save=None)
     before = dict(vars(logger))
-    notes, clock = Notes(), FitClock(Guard(lambda: None))
+    notes, clock = Events(), FitClock(Guard(lambda: None))
     clock.begin(SimpleNamespace(profiler=PassThroughProfiler(), loggers=[logger]), [notes])
     clock._begin_epoch()
     logger.log_metrics({"loss": 1.0})

@@ -1,4 +1,4 @@
-"""What is read off the Trainer: what a batch holds, the optimizers, and how long the run is."""
+"""What is read from the Trainer: the contents of a batch, the optimizers, and the length of the run."""
 
 import math
 from collections import UserDict
@@ -15,7 +15,7 @@ from tests.trainers import quiet_trainer
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_the_tensors_of_a_batch_are_weighed_and_other_kinds_passed_over():
+def test_the_size_of_a_batch_counts_only_tensors():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     batch = {"image": [torch.ones(2, 2), torch.ones(3, dtype=torch.float64)], "words": nested, "name": "x"}
     assert collect.batch_facts(batch) == collect.BatchFacts(16 + 24, 2, ("batch['image'][1]",))
@@ -27,30 +27,30 @@ class Sample:
     name: str = ""
 
 
-def test_batches_of_a_mapping_or_a_dataclass_are_weighed_as_lightning_moves_them():
+def test_the_size_of_a_batch_counts_tensors_in_mappings_and_dataclasses():
     batch = UserDict(first=torch.ones(2, 2), rest=[Sample(torch.ones(3, dtype=torch.float64)), Sample])
     assert collect.batch_facts(batch) == collect.BatchFacts(16 + 24, 2, ("batch['rest'][0].image",))
 
 
-@pytest.mark.parametrize(("max_steps", "told"), [(-1, True), (50, False), (51, True)])
-def test_whether_a_run_comes_to_the_end_of_an_epoch(max_steps, told):
+@pytest.mark.parametrize(("max_steps", "complete"), [(-1, True), (50, False), (51, True)])
+def test_whether_a_run_reaches_the_end_of_an_epoch(max_steps, complete):
     runs = quiet_trainer(max_steps=max_steps, max_epochs=-1, accumulate_grad_batches=2, limit_train_batches=0)
     runs.strategy.connect(BoringModel())
-    for batches, ends in ((101, told), (math.inf, max_steps < 0)):
+    for batches, ends in ((101, complete), (math.inf, max_steps < 0)):
         runs.fit_loop.max_batches = batches
         assert collect.run_facts(runs).ends_epoch is ends
 
 
-@pytest.mark.parametrize(("module", "told"), [
+@pytest.mark.parametrize(("module", "contiguous"), [
     (torch.nn.Conv2d(1, 2, 3), True), (torch.nn.Conv3d(2, 2, 3), True), (torch.nn.Linear(2, 2), False),
     (torch.nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), False),
 ])  # fmt: skip
-def test_convolutions_in_the_default_format_are_told(module, told):
-    assert collect.has_contiguous_convolutions(module) == told
+def test_convolutions_in_the_contiguous_memory_format_are_detected(module, contiguous):
+    assert collect.has_contiguous_convolutions(module) == contiguous
 
 
 @pytest.mark.parametrize("file", ["/a/lib/python3.11/site-packages/{}/x.py", "/usr/lib/python3/dist-packages/{}/x.py"])
-def test_packages_of_another_environment_on_the_path_are_not_the_users(file):
+def test_packages_of_another_environment_on_the_path_are_not_user_code(file):
     assert kind_of(file.format("torchmetrics")) == "library"
     assert kind_of(file.format("lightning")) == "machinery"
     assert kind_of(file.format("x").replace("-packages", "")) == "own"
@@ -71,7 +71,7 @@ def test_the_end_of_a_run_in_epochs(max_epochs, max_steps, batches, epochs):
     assert collect.count_epochs(trainer) == epochs
 
 
-def test_groups_of_equal_settings_are_one_kind():
+def test_param_groups_with_equal_settings_count_once():
     def groups(count, **more):
         return [{"params": [torch.nn.Parameter(torch.ones(1))], **more} for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""``lightning-turbo doctor``: a script is examined as it is, and ends as it would have."""
+"""``lightning-turbo doctor``: a script runs unchanged, and ends as it would without the Doctor."""
 
 import json
 import os
@@ -56,7 +56,7 @@ LINE = 1 + SCRIPT.splitlines().index("        self.last = loss.item()")
 
 
 def source(*, lightning="lightning.pytorch", step="", before="", after=""):
-    """The script, with lines for three of its places."""
+    """Return the script, with lines inserted in three places."""
     return SCRIPT.format(lightning=lightning, step=step, before=before, after=after)
 
 
@@ -70,25 +70,25 @@ KEEP = ["--keep-going"]
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)", "1 / 0", "os._exit(0)", "raise SystemExit"])
-def test_a_copy_that_a_script_forks_ends_without_a_word(end, tmp_path, capfd):
+def test_a_forked_copy_of_a_script_prints_nothing(end, tmp_path, capfd):
     fork = f"pid = os.fork()\n    if pid == 0:\n        {end}\n    os.waitpid(pid, 0)"
     assert status_of_child(lambda: cli.main(arguments(tmp_path, before=fork))) == 0
-    told = capfd.readouterr().err
-    assert "not examined" not in told
-    assert told.count("report in runs/doctor/doctor.txt") == 1
+    shown = capfd.readouterr().err
+    assert "not examined" not in shown
+    assert shown.count("report in runs/doctor/doctor.txt") == 1
 
 
-def test_a_script_is_examined_and_ended_after_the_report(tmp_path, capfd):
+def test_a_script_is_ended_after_the_report(tmp_path, capfd):
     places = {"step": "print('step', batch_idx)", "after": "print('behind fit')"}
     words = arguments(tmp_path, "--lr", "1", options=["--out", "here"], **places)
     assert status_of_child(lambda: cli.main(words)) == 0
-    told = capfd.readouterr()
-    assert re.findall(r"step (\d+)", told.out) == ["0", "1", "2", "3", "4", "5"], "those that it looks at, and no more"
-    assert "behind fit" not in told.out
-    assert "train.py was ended after the report, without its handlers" in told.err
-    assert "arguments ['--lr', '1']" in told.out
-    assert f"train.py:{LINE}" in told.out
-    assert "report in here/doctor.txt" in told.err
+    shown = capfd.readouterr()
+    assert re.findall(r"step (\d+)", shown.out) == ["0", "1", "2", "3", "4", "5"], "only the examined steps"
+    assert "behind fit" not in shown.out
+    assert "train.py was ended after the report, without its handlers" in shown.err
+    assert "arguments ['--lr', '1']" in shown.out
+    assert f"train.py:{LINE}" in shown.out
+    assert "report in here/doctor.txt" in shown.err
     report = json.loads((tmp_path / "here" / "doctor.json").read_text())
     assert f"train.py:{LINE}" in [finding["place"] for finding in report["findings"]]
     assert (tmp_path / "here" / "doctor.txt").read_text().startswith("lightning-turbo doctor: ")
@@ -127,22 +127,22 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     "step", ["", "if batch_idx == 5: os.kill(os.getpid(), signal.SIGINT)"], ids=["report", "Ctrl-C"]
 )
-def test_a_script_that_is_ended_saves_nothing_in_its_handlers(step, tmp_path, capfd):
+def test_the_exit_handlers_of_an_ended_script_save_nothing(step, tmp_path, capfd):
     words = arguments(tmp_path, before=SAVES.strip(), step=step)
 
     def run():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born to ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it by default
         cli.main(words)
 
     assert status_of_child(run) == (130 if step else 0)
-    # The script's callbacks hear of Ctrl-C before the Doctor does.
+    # Callbacks of the script get the KeyboardInterrupt before the Doctor.
     assert saved(tmp_path) == ({"on_exception"} if step else set())
     assert "report in runs/doctor/doctor.txt" in capfd.readouterr().err
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("train.py", "runs", "saved"))]
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_what_is_saved_at_the_border_of_an_epoch_that_is_cut_short_is_put_back(tmp_path):
+def test_files_saved_at_the_end_of_a_shortened_epoch_are_restored(tmp_path):
     (tmp_path / "final.pt").write_text("weights of a long run")
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "last.ckpt").write_text("a checkpoint of a long run")
@@ -164,21 +164,21 @@ def test_what_is_saved_at_the_border_of_an_epoch_that_is_cut_short_is_put_back(t
     ]
 
 
-def test_an_error_at_the_border_of_an_epoch_that_is_cut_short_ends_with_the_report(tmp_path, capfd):
+def test_an_error_at_the_end_of_a_shortened_epoch_still_gives_a_report(tmp_path, capfd):
     before = SAVES.strip().replace('save("on_train_epoch_end"); torch.save({}, "final.pt")', "1 / 0")
     assert status_of_child(lambda: cli.main(arguments(tmp_path, before=before))) == 0
     assert "the end of the epoch ended in ZeroDivisionError" in " ".join(capfd.readouterr().out.split())
     assert saved(tmp_path) == set()
 
 
-def test_a_fit_of_fewer_steps_than_are_looked_at_is_not_cut(tmp_path):
+def test_a_fit_with_fewer_steps_than_are_examined_is_not_shortened(tmp_path):
     before = SAVES.strip().replace("    try:\n", "    settings['max_steps'] = 5\n    try:\n", 1)
     assert status_of_child(lambda: cli.main(arguments(tmp_path, before=before))) == RETURNED, "the command returned"
     assert saved(tmp_path) >= {"on_train_end", "behind fit", "finally"}
 
 
 @pytest.mark.slow
-def test_a_script_that_keeps_going_saves_and_is_said_to(tmp_path):
+def test_a_script_with_keep_going_saves_and_the_message_says_so(tmp_path):
     done = run_command(tmp_path, before=SAVES.strip(), options=KEEP)
     assert done.returncode == 0, done.stderr
     assert saved(tmp_path) == HANDLERS
@@ -186,7 +186,7 @@ def test_a_script_that_keeps_going_saves_and_is_said_to(tmp_path):
 
 
 def run_command(tmp_path, **places):
-    """Run it in a process of its own."""
+    """Run the command in a separate process."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "lightning_turbo", *arguments(tmp_path, **places)],
         capture_output=True, text=True, timeout=170, cwd=tmp_path, check=False,
@@ -194,7 +194,7 @@ def run_command(tmp_path, **places):
 
 
 @pytest.mark.slow
-def test_a_script_under_lightnings_other_name_is_examined(tmp_path):
+def test_a_script_that_imports_pytorch_lightning_is_examined(tmp_path):
     done = run_command(tmp_path, lightning="pytorch_lightning")
     assert done.returncode == 0, done.stderr
     assert f"train.py:{LINE}" in done.stdout
@@ -202,7 +202,7 @@ def test_a_script_under_lightnings_other_name_is_examined(tmp_path):
 
 @pytest.fixture
 def interrupts():
-    """Puts the handler of Ctrl-C back: Lightning ignores it once it has seen one."""
+    """Restores the handler of Ctrl-C, because Lightning ignores it after the first one."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -215,50 +215,50 @@ FAIL, STOP = "raise ValueError('own')", "os.kill(os.getpid(), signal.SIGINT)"
 @pytest.mark.parametrize(("places", "status", "said", "error"), [
     ({"after": "sys.exit(3)"}, 3, f"train.py:{LINE}", REPORT),
     ({"step": f"if batch_idx == 5: {FAIL}"}, 1, "was ended by ValueError after 5 of the 6 steps", REPORT),
-    # Lightning's own status
+    # exit status of Lightning
     ({"step": f"if batch_idx == 5: {STOP}"}, 1, "was ended by KeyboardInterrupt after 5 of the 6 steps", REPORT),
     ({"before": "settings['limit_train_batches'] = 2"}, 0,
      "ended after 2 of the 6 steps that the doctor needs: 1 were timed and 0 watched", REPORT),
     ({"before": "sys.exit(3)"}, 3, "", f"{ABSENT} before a Trainer began to train."),
     ({"before": "Trainer(**settings), sys.exit('no')"}, 1, "", f"{ABSENT} before a Trainer began to train."),
     ({"before": "Trainer(gpus=1)"}, 1, "", f"{ABSENT} in TypeError before a Trainer began to train."),
-    # As shells have it
+    # as in a shell
     ({"before": STOP}, 130, "", f"{ABSENT} in KeyboardInterrupt before a Trainer began to train."),
 ])  # fmt: skip
-def test_a_script_keeps_its_end_and_status(places, status, said, error, tmp_path, capsys, interrupts):
+def test_a_script_keeps_its_error_and_exit_status(places, status, said, error, tmp_path, capsys, interrupts):
     before = sys.argv, list(sys.path)
     assert cli.main(arguments(tmp_path, options=KEEP, **places)) == status
     assert (sys.argv, sys.path) == before
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
-    told = capsys.readouterr()
-    assert said in " ".join(told.out.split())
-    assert error in told.err
-    assert (f"train.py:{LINE}" in told.out) == ("before" not in places)
+    shown = capsys.readouterr()
+    assert said in " ".join(shown.out.split())
+    assert error in shown.err
+    assert (f"train.py:{LINE}" in shown.out) == ("before" not in places)
     if "ValueError" in said:
-        lines = told.err.splitlines()
+        lines = shown.err.splitlines()
         first = lines.index("Traceback (most recent call last):")
-        assert "train.py" in lines[first + 1], "the doctor's own frames are not in it"
+        assert "train.py" in lines[first + 1], "the traceback has no frames of the Doctor"
         assert "ValueError: own" in lines
 
 
 def test_a_script_with_a_doctor_of_its_own_is_left_to_it(tmp_path, capsys):
     own = "from lightning_turbo import Doctor; settings['callbacks'] = [Doctor(warmup=1, timed=1, watched=2)]"
     assert cli.main(arguments(tmp_path, options=KEEP, before=own)) == 0
-    told = capsys.readouterr()
-    assert "1 steps timed and 2 watched on cpu" in told.out
-    assert "train.py was not examined: its Trainer has a Doctor of its own, which reports by itself." in told.err
+    shown = capsys.readouterr()
+    assert "1 steps timed and 2 watched on cpu" in shown.out
+    assert "train.py was not examined: its Trainer has a Doctor of its own, which reports by itself." in shown.err
     assert list((tmp_path / "runs" / "doctor").iterdir()) == []
 
 
 @pytest.mark.parametrize("after", ["", "os.rmdir(os.getcwd())"], ids=["kept", "removed"])
-def test_the_report_is_where_the_reader_is_though_the_script_goes_elsewhere(after, tmp_path, capsys):
+def test_the_report_is_written_to_the_starting_folder_if_the_script_changes_its_folder(after, tmp_path, capsys):
     (tmp_path / "work").mkdir()
     assert cli.main(arguments(tmp_path, options=KEEP, before=f"os.chdir({str(tmp_path / 'work')!r})", after=after)) == 0
     assert REPORT in capsys.readouterr().err
     assert (tmp_path / "runs" / "doctor" / "doctor.txt").is_file()
 
 
-def test_a_script_behind_a_link_finds_its_files_as_under_python(tmp_path, capfd):
+def test_a_script_started_through_a_link_finds_its_files(tmp_path, capfd):
     for name in ("own", "linked"):
         (tmp_path / name).mkdir()
     (tmp_path / "own" / "train.py").write_text("import sys\nprint(__file__, sys.path[0])")
@@ -268,7 +268,7 @@ def test_a_script_behind_a_link_finds_its_files_as_under_python(tmp_path, capfd)
     assert capfd.readouterr().out == f"{link} {tmp_path / 'own'}\n"
 
 
-def test_each_trainer_of_a_script_has_a_report_of_its_own_in_place_of_old_ones(tmp_path, capsys):
+def test_each_trainer_of_a_script_has_its_own_report_that_replaces_old_ones(tmp_path, capsys):
     folder = tmp_path / "runs" / "doctor"
     folder.mkdir(parents=True)
     for name in ("doctor-3.json", "doctor_notes.txt", "doctor.py"):
@@ -281,19 +281,19 @@ def test_each_trainer_of_a_script_has_a_report_of_its_own_in_place_of_old_ones(t
     assert {each.name for each in folder.iterdir()} == {*reports, "doctor_notes.txt", "doctor.py"}
 
 
-def test_a_package_is_examined_as_by_python_m(tmp_path, capsys, monkeypatch):
+def test_a_package_is_examined_as_with_python_m(tmp_path, capsys, monkeypatch):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "__init__.py").write_text("")
     (tmp_path / "own" / "__main__.py").write_text(source(after="print(__package__, sys.argv)"))
     monkeypatch.setitem(sys.modules, "own", None)
     monkeypatch.delitem(sys.modules, "own")
     assert cli.main(["doctor", "--warmup", "1", "--timed", "2", *KEEP, "-m", "own", "--", "--lr", "1"]) == 0
-    told = capsys.readouterr().out
-    assert f"own ['{tmp_path / 'own' / '__main__.py'}', '--lr', '1']" in told
-    assert f"own/__main__.py:{LINE}" in told
+    shown = capsys.readouterr().out
+    assert f"own ['{tmp_path / 'own' / '__main__.py'}', '--lr', '1']" in shown
+    assert f"own/__main__.py:{LINE}" in shown
 
 
-def test_a_run_that_is_too_short_for_a_report_goes_on_to_the_next(tmp_path, capfd):
+def test_after_a_run_too_short_for_a_report_the_next_one_is_examined(tmp_path, capfd):
     later = "Trainer(**settings).fit(Model(), loader); print('behind fit')"
     short = "Trainer(**{**settings, 'max_steps': 4}).fit(Model(), loader)"
     words = arguments(tmp_path, before=short, after=later)
@@ -306,28 +306,28 @@ def test_a_run_that_is_too_short_for_a_report_goes_on_to_the_next(tmp_path, capf
 
 
 @pytest.mark.parametrize("place", ["file", "file/within", "holds_a_folder"])
-def test_a_place_that_cannot_hold_the_report_is_refused_before_the_script_runs(place, tmp_path, capsys):
+def test_an_unwritable_report_folder_is_refused_before_the_script_runs(place, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "holds_a_folder" / "doctor.txt").mkdir(parents=True)
     assert cli.main(arguments(tmp_path, options=["--out", place])) == 2
-    told = capsys.readouterr()
-    assert "arguments" not in told.out
-    assert told.err.startswith(f"lightning-turbo: error: out='{place}': expected a folder to write reports to (")
+    shown = capsys.readouterr()
+    assert "arguments" not in shown.out
+    assert shown.err.startswith(f"lightning-turbo: error: out='{place}': expected a folder to write reports to (")
     assert (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.mark.filterwarnings("ignore:Doctor could not write its report")
-def test_a_full_disk_leaves_no_half_report_and_no_status_of_success(tmp_path, capsys):
+def test_a_full_disk_leaves_no_partial_report_and_a_failure_status(tmp_path, capsys):
     words = arguments(tmp_path, options=["--out", "out", *KEEP])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # less than the text takes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # less than the size of the text
     try:
         assert cli.main(words) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    told = capsys.readouterr().err
-    assert f"a report could not be written to {tmp_path / 'out'}; the warning above says why" in told
-    assert "not examined" not in told
+    shown = capsys.readouterr().err
+    assert f"a report could not be written to {tmp_path / 'out'}; the warning above says why" in shown
+    assert "not examined" not in shown
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -343,21 +343,21 @@ def test_a_full_disk_leaves_no_half_report_and_no_status_of_success(tmp_path, ca
     (["--watched", "4", "--out", "here"], "--out, --watched: expected a script to run as well, got none."),
     (["--keep-going"], "--keep-going: expected a script to run as well, got none."),
 ])  # fmt: skip
-def test_wrong_options_are_refused(words, said, tmp_path, capsys):
+def test_invalid_doctor_options_are_refused(words, said, tmp_path, capsys):
     (tmp_path / "x.py").write_text("raise SystemExit(0)")
     try:
         status = cli.main(["doctor", *words])
     except SystemExit as end:  # argparse
         status = end.code
-    told = capsys.readouterr()
-    assert (status, told.out) == (2, "")
-    assert said in told.err
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    assert said in shown.err
     assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_first_of_two_ranks_is_examined(tmp_path):
+def test_rank_0_of_two_ranks_is_examined(tmp_path):
     done = run_command(tmp_path, before="settings['devices'], loader = 2, Wrapper(loader)")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("lightning-turbo doctor:") == 1
@@ -373,7 +373,7 @@ def test_the_first_of_two_ranks_is_examined(tmp_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("torchrun", [False, True])
-def test_all_ranks_are_timed_and_the_slow_one_is_named(torchrun, tmp_path):
+def test_all_ranks_are_timed_and_the_slow_one_is_reported(torchrun, tmp_path):
     before = "settings['devices'] = 2"
     words = arguments(tmp_path, step="time.sleep(0.05 * int(os.environ['LOCAL_RANK']))", before=before)
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()] * torchrun
@@ -409,7 +409,7 @@ def changed(**more):
     (changed(rule="wide-batch"), "new: info wide-batch"), (changed(rule="compute-bound"), ""),
     ({**COMPARED, "steps": [0.021, 0.020, 0.020], "phases": [{"name": "forward", "seconds": 0.02}]},
      "slower: a step takes 1.94 times as long (1.69 to 2.22), most in forward: 10.00 ms, now 20.00"),
-    ({**COMPARED, "steps": [0.005, 0.020, 0.040]}, ""),  # within its noise
+    ({**COMPARED, "steps": [0.005, 0.020, 0.040]}, ""),  # within the noise
     ({**COMPARED, "steps": [0.1]}, ""), ({**COMPARED, "steps": [], "phases": []}, ""),
 ])  # fmt: skip
 def test_two_reports_are_compared(later, said, tmp_path, capsys):
@@ -420,7 +420,7 @@ def test_two_reports_are_compared(later, said, tmp_path, capsys):
     assert (said or "nothing got slower, and no finding is new: ") in capsys.readouterr().out
 
 
-def test_a_report_of_a_run_that_was_too_short_tells_no_times_apart(tmp_path, capsys):
+def test_a_report_of_too_few_steps_is_not_compared_by_time(tmp_path, capsys):
     for name, steps in (("a.json", []), ("b.json", [0.01, 0.011])):
         (tmp_path / name).write_text(json.dumps({**COMPARED, "steps": steps}))
     assert cli.main(["doctor", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
@@ -432,7 +432,7 @@ def test_a_report_of_a_run_that_was_too_short_tells_no_times_apart(tmp_path, cap
     {"findings": ["host-sync"]}, {"findings": [{}]}, changed(level="grave"), changed(count=float("inf")),
     changed(places=[None]),
 ])  # fmt: skip
-def test_a_report_with_odd_contents_is_refused(odd, tmp_path, capsys):
+def test_a_report_with_invalid_contents_is_refused(odd, tmp_path, capsys):
     for name, report in (("a.json", COMPARED), ("b.json", {**COMPARED, **odd})):
         (tmp_path / name).write_text(json.dumps(report))
     assert cli.main(["doctor", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
@@ -450,6 +450,6 @@ def test_reports_of_a_script_are_compared(tmp_path, capsys):
     assert cli.main([*compare, str(tmp_path / "b")]) == 0
     capsys.readouterr()
     assert cli.main([*compare, str(tmp_path / "c")]) == 1
-    told = capsys.readouterr().out
-    assert "slower: a step takes" in told
-    assert "new: info host-sync: .item()" in told
+    shown = capsys.readouterr().out
+    assert "slower: a step takes" in shown
+    assert "new: info host-sync: .item()" in shown

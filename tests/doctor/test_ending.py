@@ -1,4 +1,4 @@
-"""How the program is ended: once what was asked for is done, and whatever that raises."""
+"""Ending the program after the report is done, and after any error."""
 
 from contextlib import ExitStack
 
@@ -8,11 +8,11 @@ from lightning_turbo.doctor import ending
 
 
 class EndedError(BaseException):
-    """Stands for the end of the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.mark.parametrize(("raised", "status"), [(None, 7), (KeyboardInterrupt, 1), (ValueError("mine"), 1)])
-def test_the_program_is_ended_whatever_is_raised_before_it(raised, status, monkeypatch, capsys):
+def test_the_program_is_ended_after_any_error(raised, status, monkeypatch, capsys):
     def end_process(status):
         raise EndedError(status)
 

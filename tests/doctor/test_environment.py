@@ -1,4 +1,4 @@
-"""The machine: looked at without Lightning or a device, and a line for each part."""
+"""The check of the machine: without Lightning or a device, and with a line for each part."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_each_part_has_a_line(line, status, remedy):
     assert bool(line.remedy) == (status != "ok")
 
 
-def test_neither_lightning_nor_a_device_is_touched():
+def test_the_environment_check_uses_neither_lightning_nor_a_device():
     code = (
         "import sys, torch; from lightning_turbo.doctor import environment as e; lines = e.check();"
         "print([n for n in ('lightning', 'pytorch_lightning', 'apex', 'nvidia.dali') if n in sys.modules],"
@@ -49,7 +49,7 @@ def test_neither_lightning_nor_a_device_is_touched():
     ("folders", "kind"),
     [([], "absent"), (["apex/amp"], "amp"), (["apex/optimizers"], "no amp"), (["apex/models"], "stranger")],
 )
-def test_the_cases_of_apex_are_told_apart_without_importing_it(folders, kind, tmp_path, monkeypatch):
+def test_kinds_of_apex_are_distinguished_without_importing_it(folders, kind, tmp_path, monkeypatch):
     for each in folders:
         (tmp_path / each).mkdir(parents=True)
         (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
@@ -69,7 +69,7 @@ def test_gpus_are_read_from_nvidia_smi(script, names, tmp_path):
 
 
 @pytest.mark.parametrize(("lines", "status"), [(LINES, 1), (LINES[:1], 0)])
-def test_the_command_prints_text_or_json_and_fails_on_a_fault(lines, status, monkeypatch, capsys):
+def test_the_environment_command_prints_text_or_json_and_fails_on_a_fault(lines, status, monkeypatch, capsys):
     monkeypatch.setattr(environment, "check", lambda: lines)
     assert cli.main(["doctor", "--json"]) == status
     rows = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The table of the fit: what each part takes, once or an epoch, projected from the little that was watched."""
+"""The table of the fit: the time of each part, once or per epoch, projected from the measured steps."""
 
 import math
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from lightning_turbo.doctor.fit_timing import FitTiming, Length, Projection, fit
 
 @pytest.fixture
 def timing(monkeypatch):
-    """A timing of two epochs, with a clock of its own."""
+    """A timing of two epochs, with a fake clock."""
     now = [0.0]
     monkeypatch.setattr(fit_timing.time, "perf_counter", lambda: now[0])
     timing = FitTiming()
@@ -46,7 +46,7 @@ COUNTS = (EpochCount(steps=10, validations=1, validated=4, ended=True, saves=2),
 LENGTH = Length(epochs=20, batches=100, validations=2.0, validated=40)
 
 
-def test_each_moment_is_counted_once(timing):
+def test_each_part_of_a_fit_is_counted_once(timing):
     assert sum(seconds for epoch in timing.seconds for seconds in epoch.values()) == pytest.approx(47.5)
     assert (timing.part(0, "set-up"), timing.part(0, "start"), timing.part(2, "start")) == (5.0, 4.0, 1.5)
 
@@ -56,28 +56,28 @@ def test_each_moment_is_counted_once(timing):
     ("steps", 0.0, 100 * 0.9), ("validation start", 0.0, 2.0), ("validation", 0.0, 40.0), ("metrics", 0.0, 1.0),
     ("checkpoints", 0.0, 6.0), ("hooks", 0.0, 9.25), ("loggers", 0.0, 0.75),
 ])  # fmt: skip
-def test_a_part_is_projected_to_whole_epochs(part, once, each, timing):
+def test_a_part_is_projected_to_complete_epochs(part, once, each, timing):
     projection = Projection(timing, COUNTS, LENGTH, step=0.9, starts_again=True)
     assert (projection.once(part), projection.each(part)) == (pytest.approx(once), pytest.approx(each))
 
 
-def test_without_a_border_workers_that_stay_start_once(timing):
+def test_without_an_epoch_end_persistent_workers_start_once(timing):
     del timing.seconds[2]
     stays = Projection(timing, COUNTS[:1], LENGTH, step=0.0, starts_again=False)
     again = Projection(timing, COUNTS[:1], LENGTH, step=0.0, starts_again=True)
     assert (stays.once("start"), stays.each("start")) == (4.0, 0.0)
     assert (again.once("start"), again.each("start")) == (0.0, 4.0)
-    assert stays.each("steps") == 100 * 1.0, "the mean of all steps, where none was timed"
+    assert stays.each("steps") == 100 * 1.0, "the mean of all steps if none was timed"
 
 
-def test_checkpoints_in_steps_come_with_more_steps(timing):
+def test_checkpoints_by_steps_are_projected_by_steps(timing):
     counts = (EpochCount(steps=10, ended=True, saves=3, saves_in_steps=2),)
     projection = Projection(timing, counts, LENGTH, step=0.0, starts_again=False)
     assert projection.saves == 2 * 10 + 1
     assert projection.each("checkpoints") == pytest.approx(21 * 6.0 / 3)
 
 
-def test_hooks_are_named_with_the_slowest_first(timing):
+def test_hooks_are_listed_with_the_slowest_first(timing):
     facts = Projection(timing, COUNTS, LENGTH, 0.9, True).facts({"[LightningModule]Net.on_train_batch_end": 0.01}, str)
     assert [(hook.name, hook.seconds, hook.in_steps) for hook in facts.hooks] == [
         ("[LightningModule]Net.on_train_batch_end", 1.0, True),
@@ -94,7 +94,7 @@ def test_hooks_are_named_with_the_slowest_first(timing):
     ({"val_check_batch": math.inf, "num_training_batches": math.inf}, 1.0), ({"enable_validation": False}, 0.0),
     ({"num_val_batches": [0]}, 0.0),
 ])  # fmt: skip
-def test_how_often_a_fit_validates_is_read_off_the_trainer(settings, validations):
+def test_the_number_of_validations_is_read_from_the_trainer(settings, validations):
     trainer = {"num_training_batches": 100, "check_val_every_n_epoch": 1, "val_check_batch": 100,
                "num_val_batches": [3, 5], "enable_validation": True}  # fmt: skip
     length = fit_length(SimpleNamespace(**{**trainer, **settings}), 7)
@@ -104,8 +104,8 @@ def test_how_often_a_fit_validates_is_read_off_the_trainer(settings, validations
 
 @pytest.mark.parametrize(("batches", "steps", "ended", "known"), [
     (100, 10, True, True), (100, 5, False, True),
-    (math.inf, 9, True, True),  # of a generator whose first epoch was seen to its end
-    (math.inf, 10, True, False),  # that the look may have cut short
+    (math.inf, 9, True, True),  # of a generator whose first epoch was complete
+    (math.inf, 10, True, False),  # of an epoch that the Doctor may have shortened
     (math.inf, 9, False, False),
 ])  # fmt: skip
 def test_whether_the_length_of_an_epoch_is_known(batches, steps, ended, known, timing):

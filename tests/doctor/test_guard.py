@@ -1,4 +1,4 @@
-"""No error of the Doctor, of a rule or of a name that it meets ends a run: one line says so, and training goes on."""
+"""An error of the Doctor or of a rule does not end a run: one line reports it, and training continues."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ SHORT = {"warmup": 1, "timed": 2, "watched": 2}
 
 @pytest.fixture
 def contained(monkeypatch):
-    """Errors are kept from the run, as they are for users."""
+    """Contains errors, as for users."""
     monkeypatch.setattr(guard, "RAISES", False)
 
 
@@ -41,14 +41,14 @@ PLACES = {
 
 @pytest.mark.usefixtures("contained")
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_the_doctor_is_a_line_and_the_run_goes_on_with_the_same_bits(place, monkeypatch, capsys):
+def test_an_error_of_the_doctor_is_one_line_and_does_not_change_the_run(place, monkeypatch, capsys):
     alone = trained(max_epochs=2)
     doctor = Doctor(**SHORT)
     monkeypatch.setattr(f"lightning_turbo.doctor.{PLACES[place]}", fails)
     module = trained(doctor, max_epochs=2)
     assert module.losses == alone.losses
-    told = capsys.readouterr().out
-    (line,) = (line for line in told.splitlines() if "KeyError" in line)
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if "KeyError" in line)
     assert "Training goes on without it" in line
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
     assert type(module.trainer.profiler).__name__ == "PassThroughProfiler"
@@ -56,8 +56,8 @@ def test_an_error_of_the_doctor_is_a_line_and_the_run_goes_on_with_the_same_bits
 
 @pytest.mark.usefixtures("contained")
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_the_doctor_ends_a_program_that_it_was_to_end(place, monkeypatch, tmp_path, capfd):
-    """Its epochs may be cut short: what it came to must not be written over the weights of a long run."""
+def test_an_error_of_the_doctor_ends_a_script_with_shortened_epochs(place, monkeypatch, tmp_path, capfd):
+    """Its epochs may be shortened: its results must not overwrite the weights of a long run."""
     (tmp_path / "last").write_text("of a long run")
 
     class Saves(Noisy):
@@ -72,7 +72,7 @@ def test_an_error_of_the_doctor_ends_a_program_that_it_was_to_end(place, monkeyp
 
 
 @pytest.mark.usefixtures("contained")
-def test_a_rule_that_fails_is_named_and_the_others_report(monkeypatch, capsys):
+def test_a_failing_rule_is_named_and_the_others_report(monkeypatch, capsys):
     from lightning_turbo.doctor.rules import RULES
 
     broken = next(each for each in RULES if each.name == "host-sync")
@@ -83,14 +83,14 @@ def test_a_rule_that_fails_is_named_and_the_others_report(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("place", ["collect.run_facts", "rules.rule.Rule.findings"])
-def test_an_error_is_raised_in_this_projects_own_tests(place, monkeypatch):
+def test_errors_of_the_doctor_are_raised_in_the_tests_of_this_project(place, monkeypatch):
     monkeypatch.setattr(f"lightning_turbo.doctor.{place}", fails)
     with pytest.raises(KeyError):
         trained(Doctor(**SHORT))
 
 
 class Keyed(Callback):
-    """With its arguments in its key, as Lightning's documentation has it."""
+    """With its arguments in its state key, as in Lightning's documentation."""
 
     def __init__(self, every):
         self.every = every
@@ -110,14 +110,14 @@ class Percent(Keyed):
 
 
 @pytest.mark.parametrize("kind", [Keyed, Percent])
-def test_a_hook_is_named_whatever_is_in_the_key_of_its_callback(kind):
+def test_a_hook_is_named_with_any_state_key_of_its_callback(kind):
     trained(kind({"a": None}), doctor := Doctor(**SHORT))
-    told = " ".join(each.what for each in doctor.report.findings)
-    assert "on_train_batch_end" in told
+    found = " ".join(each.what for each in doctor.report.findings)
+    assert "on_train_batch_end" in found
 
 
 @pytest.mark.usefixtures("contained")
-def test_what_is_no_error_of_the_doctor_passes():
+def test_errors_of_the_user_are_not_contained():
     class Ends(Noisy):
         def on_train_batch_end(self, *given):
             raise SystemExit(3)

@@ -1,4 +1,4 @@
-"""Files that hooks touch at a border which only the Doctor brings about are put back as they were."""
+"""Files that hooks change at an epoch end that only the Doctor causes are restored."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ WRITES = {
 
 
 def in_child(function):
-    """An audit hook lasts as long as its process."""
+    """Run a function in a child process, because an audit hook lasts as long as its process."""
 
     def run():
         function()
@@ -45,7 +45,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("is_there", [True, False])
-def test_what_is_written_is_taken_back(write, is_there, tmp_path):
+def test_written_files_are_restored(write, is_there, tmp_path):
     path = tmp_path / "final.pt"
     if is_there:
         path.write_bytes(b"weights of a long run")
@@ -61,7 +61,7 @@ def test_what_is_written_is_taken_back(write, is_there, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_folder_that_is_removed_comes_back_and_later_writes_stay(tmp_path):
+def test_a_removed_folder_is_restored_and_later_writes_stay(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "weights").write_bytes(b"old")
 
@@ -80,8 +80,8 @@ def test_a_folder_that_is_removed_comes_back_and_later_writes_stay(tmp_path):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_cannot_be_copied_is_not_written(write, tmp_path, monkeypatch):
-    """The disk that has the copies is full."""
+def test_files_that_cannot_be_copied_are_not_written(write, tmp_path, monkeypatch):
+    """The disk for the copies is full."""
 
     def full(*given, **more):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -101,7 +101,7 @@ def test_what_cannot_be_copied_is_not_written(write, tmp_path, monkeypatch):
     assert path.read_bytes() == b"weights of a long run"
 
 
-def test_what_is_read_is_left_alone(tmp_path):
+def test_files_that_are_only_read_are_not_copied(tmp_path):
     (tmp_path / "data").write_text("read")
 
     def run():

@@ -1,4 +1,4 @@
-"""A loader is looked at in one place: how it loads, whether ranks share the data, and what it draws from."""
+"""Facts about a loader: how it loads, whether ranks share the data, and which generators it uses."""
 
 import random
 from types import SimpleNamespace
@@ -65,10 +65,10 @@ facts = describe_loader
     (Wrapper(DataLoader(DATA, sampler=SPLIT)), True),
     (DataLoader(DATA, sampler=Own()), None),
     (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), None),
-    (DALILoader.__new__(DALILoader), None),  # DALI deals by itself; nothing is built to ask it
+    (DALILoader.__new__(DALILoader), None),  # DALI shards by itself, and no pipeline is built for this fact
     (Wrapper(range(8)), None),
 ])  # fmt: skip
-def test_only_torchs_own_samplers_tell_whether_ranks_share_the_data(loader, sharded):
+def test_only_samplers_of_torch_show_whether_ranks_share_the_data(loader, sharded):
     assert facts(loader).sharded is sharded
     assert facts(Wrapper(DataLoader(Stream()))).iterable_dataset
 
@@ -92,18 +92,18 @@ OWN = Data(rng=np.random.default_rng(0), g=torch.Generator(), p=random.Random(0)
     (OWN, {"worker_init_fn": print}, ()),
     (DATA, {}, ()),
 ])  # fmt: skip
-def test_generators_that_workers_copy_are_told(dataset, settings, copied):
+def test_generators_that_workers_copy_are_detected(dataset, settings, copied):
     assert facts(DataLoader(dataset, **{"num_workers": 2, **settings})).copied_generators == copied
     assert facts(seed_samples(DataLoader(OWN, num_workers=2), 1)).copied_generators == ()
 
 
-def test_nothing_is_known_of_no_loader_and_of_several():
+def test_no_facts_without_a_loader_or_with_several():
     several = DataLoader(DATA), DataLoader(DATA)
     assert [describe_loader(each) for each in (None, list(several), {"a": several[0]})] == [Loader()] * 3
 
 
 class Drawing(torch.utils.data.Dataset):
-    """Draws from a generator of its own, or a global one."""
+    """Draws from its own generator or a global one."""
 
     def __init__(self, kind):
         self.kind, self.own = kind, np.random.RandomState(0)
@@ -124,13 +124,13 @@ class Drawing(torch.utils.data.Dataset):
 
 
 def drew(data):
-    """What the Doctor saw a loader draw from in a run."""
+    """Return the generators from which the Doctor saw a loader draw in a run."""
     trainer(doctor := Doctor(warmup=1, timed=1, watched=2), max_steps=6, max_epochs=-1).fit(Base(), data)
     return doctor.report.facts.loader.draws
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "python", "own", "put back", ""])
-def test_what_would_have_no_effect_is_seen_as_the_loader_sees_it(kind, monkeypatch):
+def test_settings_without_effect_are_judged_as_by_the_loader(kind, monkeypatch):
     monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
     found = drew(DataLoader(Drawing(kind), batch_size=4, shuffle=True))
     assert bool(found) == bool(kind)

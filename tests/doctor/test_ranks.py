@@ -1,4 +1,4 @@
-"""When this process started."""
+"""The start time of this process."""
 
 import os
 import time
@@ -9,12 +9,12 @@ from lightning_turbo.doctor import ranks
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads /proc")
-def test_the_start_of_a_process_lies_before_its_imports():
+def test_the_start_time_of_a_process_is_before_its_imports():
     assert 0.0 < time.time() - ranks.start_of_process() < 24 * 3600
     assert ranks.start_of_process() == pytest.approx(ranks.start_of_process(), abs=0.1)
 
 
-def test_a_system_that_does_not_tell_the_start_of_a_process_counts_from_now(monkeypatch):
+def test_without_proc_the_start_time_of_a_process_is_now(monkeypatch):
     def fail(*args, **kwargs):
         raise FileNotFoundError
 

@@ -44,7 +44,7 @@ def test_json_and_text_have_one_total(report):
     assert data["step_seconds"] == pytest.approx(sum(each["seconds"] for each in data["phases"]))
 
 
-def test_after_the_verdict_comes_what_to_do_next(report):
+def test_the_next_action_follows_the_verdict(report):
     assert "\nNext: Keep values on the device." in as_text(report, 100)
     assert "Next" not in as_text(Report(facts=report.facts, findings=(finding(level="info"),)))
 
@@ -68,7 +68,7 @@ def test_the_verdict_comes_first(phases, said):
     assert "Nothing" not in as_text(Report(facts=Facts(phases=phases), findings=(), short="too short"))
 
 
-def test_the_json_is_plain_and_complete(report):
+def test_the_json_report_is_complete(report):
     data = json.loads(json.dumps(as_json(report)))
     assert data == as_json(report)
     assert [each["rule"] for each in data["findings"]] == ["host-sync", "host-sync", "other"]
@@ -79,19 +79,19 @@ def test_the_json_is_plain_and_complete(report):
     assert data["summary"].startswith("1 error, 1 warning, 1 info")
 
 
-def test_the_text_fits_the_terminal(report):
+def test_the_text_report_fits_the_terminal(report):
     plain = Report(facts=report.facts, findings=(finding(what="word " * 60, site=None),), short="word " * 60)
     assert max(map(len, as_text(plain, width=60).splitlines())) <= 60
 
 
 @pytest.mark.parametrize(("epochs", "took"), [(11, "110.0 s"), (12, "2.0 minutes"), (720, "2.0 hours")])
-def test_the_whole_fit_is_told_in_a_fitting_unit(report, epochs, took):
+def test_the_time_of_the_fit_has_a_suitable_unit(report, epochs, took):
     fit = FitFacts(parts=(PartTime(name="steps", each=10.0),), epochs=epochs, batches=100, knows_length=True)
     text = as_text(Report(facts=replace(report.facts, fit=fit), findings=()), 120)
     assert f"{epochs} epochs take {took}:" in " ".join(text.split()), text
 
 
-def test_files_are_written_with_their_folder(report, tmp_path):
+def test_report_files_are_written_and_their_folder_is_created(report, tmp_path):
     report.save(text=tmp_path / "new" / "r.txt", json=tmp_path / "new" / "r.json")
     assert (tmp_path / "new" / "r.txt").read_text(encoding="utf-8") == as_text(report, 100) + "\n"
     assert json.loads((tmp_path / "new" / "r.json").read_text(encoding="utf-8")) == as_json(report)

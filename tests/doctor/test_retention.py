@@ -1,4 +1,4 @@
-"""What keeps a graph after the step is over, and what only seems to."""
+"""What keeps an autograd graph alive after the step, and what only seems to."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ class Own(nn.Linear):
         return self.last
 
 
-def test_a_weight_that_is_computed_in_each_forward_pass_is_not_kept_by_the_user():
+def test_a_weight_computed_in_each_forward_pass_is_not_a_kept_graph():
     layer = nn.utils.spectral_norm(Own(2, 2))
     retention = Retention(Plan(0, 0, 2), nn.Sequential(layer))
     for step in range(2):

@@ -1,4 +1,4 @@
-"""Each rule speaks at its threshold and is silent below it."""
+"""Each rule reports a finding at its threshold and none below it."""
 
 import itertools
 import re
@@ -37,7 +37,7 @@ LOADER = Loader(type="DataLoader", standard=True, sampler="RandomSampler", site=
 
 
 def replace(facts, **changes):
-    """Facts with other values, wherever among them a field is."""
+    """Return facts with other values for fields at any depth."""
     for name, part in (("run", RunSettings), ("seen", Seen)):
         if isinstance(facts, Facts):
             own = {each.name: changes.pop(each.name) for each in fields(part) if each.name in changes}
@@ -58,7 +58,7 @@ def cyclic(**more):
 
 
 def rank(outside=0.0, **phases):
-    """A rank in whose steps of 40 ms the phases take these seconds."""
+    """Return a rank with steps of 40 ms, in which the phases take these seconds."""
     steps = ({"data": 0.001, "forward": 0.02, "backward": 0.019, **phases},) * 10
     return Rank(steps=steps, outside={"before fit": outside, "setting up the data": 70 - outside, "": 1.0})
 
@@ -69,14 +69,14 @@ WORKERS = replace(LOADER, workers=2)
 
 
 def fit(loader=LOADER, validations=1.0, hooks=(), known=True, **parts):
-    """A run with epochs of 10 seconds, beside some parts of these seconds each."""
+    """Return a run with epochs of 10 seconds, and other parts with these seconds."""
     rest = 10.0 - sum(parts.values()) if sum(parts.values()) < 5 else 10.0
     times = tuple(PartTime(name=name, each=seconds) for name, seconds in {"steps": rest, **parts}.items())
     facts = FitFacts(parts=times, epochs=9, batches=100, validations=validations, hooks=hooks, knows_length=known)
     return replace(CPU, fit=facts, loader=loader, validation_loader=loader, epochs=9, batches=100)
 
 
-# Rule -> cases of (facts, the level it has to have, or None for silence).
+# Rule -> cases of (facts, the expected level, or None for no finding).
 CASES = {
     "host-sync": [
         (replace(CUDA, calls=calls("sync")), "warning"),
@@ -184,11 +184,11 @@ CASES = {
         (replace(CPU, ranks=(rank(), rank(forward=0.026, backward=0.011))), "warning"),  # of a step of 40 ms
         (replace(CPU, ranks=(rank(), rank(forward=0.0255, backward=0.0145))), "warning"),
         (replace(CPU, ranks=(rank(), rank(forward=0.0245, backward=0.0155))), None),  # not above 5 ms
-        (replace(CPU, ranks=(rank(), rank(forward=0.026), rank(forward=0.026))), None),  # nobody waits
+        (replace(CPU, ranks=(rank(), rank(forward=0.026), rank(forward=0.026))), None),  # no rank waits
         (replace(CPU, ranks=(rank(backward=0.04), rank(data=0.02, backward=0.02))), "warning"),
         (replace(CPU, ranks=(rank(outside=2.0), rank(outside=3.1))), "info"),
-        (replace(CPU, ranks=(rank(outside=3.0), rank(outside=4.1))), None),  # not half as long again
-        (replace(CPU, ranks=(rank(outside=60.0), rank(outside=62.5))), None),  # and the others' wait is not their own
+        (replace(CPU, ranks=(rank(outside=3.0), rank(outside=4.1))), None),  # less than 1.5 times as long
+        (replace(CPU, ranks=(rank(outside=60.0), rank(outside=62.5))), None),  # the others only wait
         (replace(CPU, ranks=(rank(outside=0.1), rank(outside=1.0))), None),  # not above a second
         (replace(CPU, ranks=(VALIDATES, rank())), None),  # the second one has no batches to validate
         (CPU, None),
@@ -203,12 +203,12 @@ CASES = {
         (replace(CPU, phases=SLOW, objects=32, loader=replace(LOADER, workers=2)), "warning"),
         (replace(CPU, objects=32, loader=replace(LOADER, workers=2)), "info"),
         (replace(CPU, phases=SLOW, objects=31, loader=replace(LOADER, workers=2)), None),
-        (replace(CPU, phases=SLOW, objects=32, loader=LOADER), None),  # nothing crosses
+        (replace(CPU, phases=SLOW, objects=32, loader=LOADER), None),  # no data crosses
         (replace(CPU, phases=SLOW, objects=32, loader=replace(LOADER, workers=2, prefetches=True)), None),
     ],
     "bias-before-norm": [(replace(CPU, biases=(Part(name="net.0", site=SITE),)), "info"), (CPU, None)],
     "waits-without-computing": [
-        (replace(CPU, phases={"forward": 0.05}, calls=calls("wait", seconds=0.0201)), "warning"),  # 5 ms a step
+        (replace(CPU, phases={"forward": 0.05}, calls=calls("wait", seconds=0.0201)), "warning"),  # 5 ms per step
         (replace(CPU, phases={"forward": 0.05}, calls=calls("wait", seconds=0.0199)), "info"),
         (replace(CPU, phases={"forward": 0.06}, calls=calls("wait", seconds=0.0201)), "info"),  # not above 10 %
         (replace(CPU, phases={"forward": 0.06}, calls=calls("wait", seconds=0.0019)), None),
@@ -231,7 +231,7 @@ CASES = {
         (fit(**{"first batch": 0.6}), "info"),
         (fit(known=False, **{"first batch": 3.0}), "info"),  # a stream, whose epochs may be much longer
         (fit(**{"first batch": 0.4}), None),
-        (fit(loader=WORKERS, **{"first batch": 3.0}), None),  # of processes that start again another rule tells
+        (fit(loader=WORKERS, **{"first batch": 3.0}), None),  # another rule reports processes that restart
         (CPU, None),
     ],
     "long-validation": [
@@ -290,14 +290,14 @@ CASES = {
 }
 
 
-def test_every_rule_has_cases_for_both():
+def test_every_rule_has_cases_with_and_without_a_finding():
     assert sorted(CASES) == sorted(rule.name for rule in RULES)
     for cases in CASES.values():
         assert {level is None for _, level in cases} == {True, False}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rule_speaks_at_its_threshold(name):
+def test_a_rule_reports_at_its_threshold(name):
     rule = next(rule for rule in RULES if rule.name == name)
     for number, (facts, level) in enumerate(CASES[name]):
         findings = rule.findings(facts)
@@ -306,7 +306,7 @@ def test_a_rule_speaks_at_its_threshold(name):
         assert all(finding.remedy.endswith(".") for finding in findings)
 
 
-def test_the_gravest_comes_first_and_then_the_costliest():
+def test_findings_are_sorted_by_level_and_cost():
     ((cheap,), (dear,)) = (calls("sync", name=name, seconds=n) for name, n in (("cheap", 0.1), ("dear", 0.9)))
     loader = replace(LOADER, pin_memory=True, sharded=False)
     facts = replace(CUDA, world_size=2, loader=loader, calls=(cheap, dear))
@@ -321,7 +321,7 @@ BY_TIME = ("waits-for-data", "workers", "copy-bound", "loop-overhead", "whole-re
 
 
 @pytest.mark.parametrize("name", BY_TIME)
-def test_fewer_than_five_timed_steps_are_no_basis_for_a_warning(name):
+def test_rules_based_on_time_need_five_timed_steps_for_a_warning(name):
     rule = next(rule for rule in RULES if rule.name == name)
     facts = [each for each, level in CASES[name] if level == "warning"]
     assert facts
@@ -330,11 +330,11 @@ def test_fewer_than_five_timed_steps_are_no_basis_for_a_warning(name):
         assert {finding.level for finding in rule.findings(replace(each, timed=5))} == {"warning"}
 
 
-def test_what_is_right_or_wrong_by_its_settings_needs_no_times():
+def test_rules_based_on_settings_need_no_times():
     assert {rule.name for rule in RULES if rule.by_time} == set(BY_TIME)
 
 
-def test_costs_are_compared_by_the_epoch():
+def test_costs_are_compared_per_epoch():
     slow = fit(checkpoints=2.0)
     in_steps = replace(slow, calls=calls("wait", seconds=0.04), phases={"forward": 0.05})  # 10 ms of 100 steps: 1 s
     assert [each.rule for each in diagnose(in_steps) if each.level == "warning"] == [
@@ -369,7 +369,7 @@ WAITING = replace(CPU, phases={"data": 0.02, "forward": 0.02})
     (replace(WAITING, loader=replace(LOADER, draws="draws", prefetches=True)), "num_workers=1", "threads"),
     (replace(WAITING, loader=replace(LOADER, workers=2)), "raise num_workers", "a background thread"),
 ])  # fmt: skip
-def test_the_remedy_fits_how_long_the_step_waits_and_what_loads(facts, words, others):
+def test_the_remedy_depends_on_the_wait_and_the_loader(facts, words, others):
     (finding,) = (each for each in diagnose(facts) if each.rule == "waits-for-data")
     assert words in finding.remedy
     assert others not in finding.remedy
@@ -384,7 +384,7 @@ COMPUTING = replace(CPU, phases={"forward": 0.05})
     (replace(COMPUTING, convolutions=True), ["ApexAMP", "MemoryFormat", "lightning-turbo tune"], []),
     (replace(COMPUTING, precision="bf16-mixed"), ["lightning-turbo tune"], ["ApexAMP", "MemoryFormat"]),
 ])  # fmt: skip
-def test_what_may_help_a_step_that_computes_is_named(facts, words, others):
+def test_the_remedies_for_a_compute_bound_step(facts, words, others):
     (finding,) = (each for each in diagnose(facts) if each.rule == "compute-bound")
     assert all(word in finding.remedy for word in words)
     assert not any(word in finding.remedy for word in others)
@@ -394,7 +394,7 @@ def test_what_may_help_a_step_that_computes_is_named(facts, words, others):
     ("SingleDeviceStrategy", "strategy='turbo'"), ("DDPStrategy", "strategy='turbo_ddp'"),
     ("TurboStrategy", None), ("FSDPStrategy", None),
 ])  # fmt: skip
-def test_a_turbo_strategy_is_named_for_short_steps_where_it_can_take_anothers_place(strategy, named):
+def test_a_turbo_strategy_is_recommended_for_short_steps_where_it_can_replace_the_strategy(strategy, named):
     facts = replace(
         CPU, strategy=strategy, phases={"forward": 0.0005, "hooks": 0.0004}, longest_hook="Mine.on_fit (1 ms)"
     )
@@ -438,13 +438,13 @@ def test_the_remedy_fits_the_cause(within, remedy):
 PAGE = Path(__file__).parents[2] / "docs" / "symptoms.md"
 
 
-def test_the_page_of_symptoms_has_each_rule():
+def test_the_symptoms_page_has_each_rule():
     names = re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE.read_text("utf-8"), re.M)
     assert sorted(names) == sorted(rule.name for rule in RULES)
     assert {rule.card for rule in RULES} <= {path.stem for path in (PAGE.parent / "cards").glob("*.md")}
 
 
-def test_the_lists_of_tricks_name_each_rule_that_exists_and_no_other():
+def test_the_lists_of_tricks_name_exactly_the_existing_rules():
     section = (PAGE.parent / "from-plain-pytorch.md").read_text("utf-8").partition("## Lists of tricks")[2]
     rows = [re.split(r" \| ", row)[1] for row in re.findall(r"^\| (?!Trick)(.+) \|$", section, re.M)]
     assert all("](" in row or "rule" in row or "by hand: " in row or "`TurboStrategy(" in row for row in rows)

@@ -1,4 +1,4 @@
-"""What a run of a script leaves behind in its process, and what other ranks find."""
+"""The process of an examined script, and its other ranks."""
 
 import json
 import os
@@ -12,14 +12,14 @@ def test_other_ranks_of_an_examined_script_have_a_doctor_with_the_same_steps(mon
     assert script.make_callbacks() == []
     with monkeypatch.context() as patch:
         patch.setenv(script.RANKS, json.dumps({"warmup": 2, "timed": 3, "watched": 4}))
-        assert script.make_callbacks() == [], "the first rank has its own"
+        assert script.make_callbacks() == [], "rank 0 has its own"
         patch.setenv("LOCAL_RANK", "1")
         (doctor,) = script.make_callbacks()
     assert type(doctor) is Doctor
     assert (doctor.plan.warmup, doctor.plan.timed, doctor.plan.watched) == (2, 3, 4)
 
 
-def test_a_script_may_set_the_path_anew(monkeypatch):
+def test_a_script_may_replace_sys_path(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = os.environ.get("PYTHONPATH")
     with script._add_callbacks(lambda: ["a callback"]):

@@ -1,4 +1,4 @@
-"""How far epochs are shortened, and what of a checkpoint is written meanwhile."""
+"""How much epochs are shortened, and which checkpoints are written meanwhile."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def test_an_epoch_has_the_planned_steps_and_a_short_validation(given, expected):
     assert (*changed, trainer.num_val_batches) == expected
 
 
-def test_a_fit_no_longer_than_the_planned_steps_stays_and_so_do_its_files():
+def test_a_fit_no_longer_than_the_planned_steps_is_not_shortened_and_keeps_its_files():
     trainer = make_trainer()
     before = vars(make_trainer())
     short = ShortEpochs(trainer, 100)
@@ -37,7 +37,7 @@ def test_a_fit_no_longer_than_the_planned_steps_stays_and_so_do_its_files():
     assert vars(trainer) == before
 
 
-def test_checkpoints_on_other_machines_are_not_written(tmp_path):
+def test_remote_checkpoints_are_not_written(tmp_path):
     written = []
     strategy = SimpleNamespace(remove_checkpoint=written.append)
     strategy.save_checkpoint = lambda state, path: written.append(path)

@@ -1,4 +1,4 @@
-"""Whose a line is, and which line creates, changes or sets something."""
+"""Who owns a line, and which line creates, changes or sets something."""
 
 import sys
 import types
@@ -14,26 +14,26 @@ OWN = "/nowhere/train.py"
 
 
 def defined(file, source, **given):
-    """Return the names that a file with this source defines; there is no such file."""
+    """Return the names that this source defines, as if it were in the file."""
     names = {"__name__": "of_test", **given}
     exec(compile(source, file, "exec"), names)
     return names
 
 
-def test_a_line_of_a_library_that_defines_the_model_counts_if_no_own_line_is_on_the_stack():
+def test_a_line_of_the_library_that_defines_the_model_counts_without_a_user_line_on_the_stack():
     inner = defined(INSTALLED, "class Model:\n  def step(self):\n    return frame()\n", frame=sys._getframe)
     model = inner["Model"]()
     frame = model.step()
     frame = types.SimpleNamespace(f_code=frame.f_code, f_lineno=3, f_back=None)
     site = Sources([model]).site(frame)
     assert (site.file, site.line, site.function) == (INSTALLED, 3, "step")
-    assert Sources([]).site(frame) is None, "of another library it is nobody's"
+    assert Sources([]).site(frame) is None, "a line of another library is not reported"
     own = types.SimpleNamespace(f_code=compile("", OWN, "exec"), f_lineno=7, f_back=None)
     frame.f_back = own
     assert Sources([model]).site(frame).file == OWN, "the user can change it"
 
 
-def test_a_stack_of_a_library_alone_is_that_librarys():
+def test_a_stack_with_only_library_frames_belongs_to_the_library():
     code = compile("", torch.distributions.normal.__file__, "exec")
     frame = types.SimpleNamespace(f_code=code, f_globals={"__name__": "torch.distributions.normal"}, f_back=None)
     assert Sources([]).library(frame) == "torch.distributions"
@@ -50,15 +50,15 @@ def test_a_stack_of_a_library_alone_is_that_librarys():
     ("# Trainer(detect_anomaly=True)", 0),
     ("a file of Python 2: print 'detect_anomaly'", 0),
 ])  # fmt: skip
-def test_the_line_that_sets_something_is_found_and_one_that_does_not_is_not(source, line):
+def test_the_line_that_sets_an_option_is_found(source, line):
     assert _find_setting(source, ("detect_anomaly", "set_detect_anomaly")) == line
 
 
-def test_a_setting_that_no_own_file_has_is_found_nowhere():
+def test_an_option_that_no_user_file_sets_has_no_line():
     assert Sources([]).setting("no_argument_" + "of_anything") is None
 
 
-def test_no_line_is_named_in_code_without_a_file():
+def test_code_without_a_file_has_no_line():
     made = defined(OWN, "class Net(Module):\n  def __init__(self):\n    super().__init__()\n    self.kept = []\n"
                    "  def forward(self, x):\n    self.kept.append(x)\n", Module=nn.Module)  # fmt: skip
     cls = made["Net"]

@@ -1,4 +1,4 @@
-"""Torch's warnings of waits: each reaches the Doctor once; mode, filters and other warnings are left as they were."""
+"""Torch's synchronization warnings: each reaches the Doctor once; mode, filters and other warnings do not change."""
 
 import contextlib
 import sys
@@ -16,12 +16,12 @@ from lightning_turbo.doctor.watch import PROTOTYPE, WAIT, StepWatch, report_wait
 
 @pytest.fixture
 def mode(monkeypatch):
-    """The mode of a device that is not there: it warns when it is set, as torch's does."""
+    """The sync debug mode of a fake device, which warns when it is set, as torch's does."""
     modes = [0]
 
     def change(mode):
         modes.append({"warn": 1}.get(mode, mode))
-        warnings.warn(PROTOTYPE, stacklevel=2)  # torch's own says so once a process
+        warnings.warn(PROTOTYPE, stacklevel=2)  # torch warns once per process
 
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", change)
@@ -29,12 +29,12 @@ def mode(monkeypatch):
 
 
 def wait():
-    with contextlib.suppress(UserWarning):  # an error where nobody listens
+    with contextlib.suppress(UserWarning):  # an error if the Doctor does not catch it
         warnings.warn(f"{WAIT} (Triggered internally at a.cpp:1.)", stacklevel=1)
 
 
 def named(name, waits, result=None):
-    """A function of torch's, as it were."""
+    """Return a function that passes as one of torch."""
 
     def function(*args, **kwargs):
         if waits:
@@ -48,7 +48,7 @@ def named(name, waits, result=None):
 HOST = torch.ones(3)
 
 
-@pytest.mark.parametrize(("function", "args", "noted"), [
+@pytest.mark.parametrize(("function", "args", "recorded"), [
     (named("item", True), (HOST,), [("sync", ".item()")]),
     (named("nonzero", True), (HOST,), [("sync", "torch.nonzero")]),
     (named("cholesky", True), (HOST,), [("sync", "torch.cholesky")]),
@@ -60,16 +60,16 @@ HOST = torch.ones(3)
     (named("cpu", False), (HOST,), []),
     (named("new_tensor", False), (HOST, [0, 1]), []),
 ])  # fmt: skip
-def test_on_a_device_torch_says_what_waits_and_names_say_how(function, args, noted, mode):
+def test_synchronizing_calls_are_recorded_with_kind_and_name(function, args, recorded, mode):
     watch = StepWatch(Sources([]), Guard(lambda: None), cuda=True)
     watch.resume()
     watch.call(function, args, {}, sys._getframe())
     watch.pause()
     wait()
-    assert [(call.kind, call.name) for call in watch.calls()] == noted
+    assert [(call.kind, call.name) for call in watch.calls()] == recorded
 
 
-def test_a_wait_without_a_call_of_torchs_has_its_line(mode):
+def test_a_synchronization_without_a_call_of_torch_has_its_line(mode):
     watch = StepWatch(Sources([]), Guard(lambda: None), cuda=True)
     watch.inside = False  # as with a compiled model
     watch.resume()
@@ -84,33 +84,33 @@ def state():
 
 
 @pytest.mark.parametrize("filters", ["error", "ignore", "default"])
-def test_each_wait_is_noted_with_its_frame_whatever_the_filters_are(filters, mode):
-    noted = []
+def test_each_synchronization_is_recorded_with_its_frame_under_any_warning_filters(filters, mode):
+    recorded = []
     with warnings.catch_warnings():
         warnings.simplefilter(filters)
         before = state()
         for _ in range(2):
-            with report_waits(lambda frame: noted.append(frame.f_code)):
+            with report_waits(lambda frame: recorded.append(frame.f_code)):
                 assert mode[-1] == 1
                 for _ in range(3):
                     wait()
         assert state() == before
-    assert noted == [wait.__code__] * 6
+    assert recorded == [wait.__code__] * 6
     assert mode[-1] == 0
 
 
-def test_an_error_in_the_step_puts_all_back(mode):
+def test_an_error_in_the_step_restores_the_sync_mode(mode):
     before = state()
     with pytest.raises(ZeroDivisionError), report_waits(id):
         raise ZeroDivisionError
     assert (state(), mode[-1]) == (before, 0)
 
 
-def test_other_warnings_and_those_of_other_threads_are_not_taken(mode):
-    noted = []
+def test_other_warnings_and_those_of_other_threads_are_not_recorded(mode):
+    recorded = []
 
     def warn():
-        with report_waits(noted.append):
+        with report_waits(recorded.append):
             warnings.warn("mine", stacklevel=1)
             thread = threading.Thread(target=wait)
             thread.start()
@@ -118,19 +118,19 @@ def test_other_warnings_and_those_of_other_threads_are_not_taken(mode):
 
     with pytest.warns(UserWarning, match="mine"):
         warn()
-    assert noted == []
+    assert recorded == []
 
 
 @pytest.mark.parametrize("own", [1, 2])
-def test_a_mode_of_the_users_stays_and_its_warnings_are_shown(own, mode):
-    noted = []
+def test_the_users_sync_mode_is_kept_and_its_warnings_are_shown(own, mode):
+    recorded = []
     mode.append(own)
 
     def wait_in_mode():
-        with report_waits(noted.append):
-            noted.append(mode[-1])
+        with report_waits(recorded.append):
+            recorded.append(mode[-1])
             wait()
 
     with pytest.warns(UserWarning, match=WAIT):
         wait_in_mode()
-    assert (noted[0], len(noted), mode[-1]) == (own, 2, own)
+    assert (recorded[0], len(recorded), mode[-1]) == (own, 2, own)

@@ -16,8 +16,8 @@ END = "[LightningModule]Model.on_train_batch_end"
 WHOLE = sum(range(1, 13))  # seconds of one_step
 
 
-class Told:
-    """A clock that is told of actions as Lightning tells them, and of the seconds that they take."""
+class Actions:
+    """A clock that gets profiler actions as from Lightning, with given durations."""
 
     def __init__(self, monkeypatch, plan):
         self.now = 0.0
@@ -27,7 +27,7 @@ class Told:
         self.clock.start("run_training_epoch")
 
     def run(self, action, *inside):
-        """An action, with what is in it: seconds, or further actions."""
+        """Run an action that contains seconds or nested actions."""
         self.clock.start(action)
         self.go(*inside)
         self.clock.end(action)
@@ -44,90 +44,90 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch):
-    return Told(monkeypatch, Plan(0, 99, 0))
+def actions(monkeypatch):
+    return Actions(monkeypatch, Plan(0, 99, 0))
 
 
-def one_step(told):
-    told.run(NEXT, 1)
-    told.run("[Strategy]SingleDeviceStrategy.batch_to_device", 2)
-    told.run("[Callback]Other.on_train_batch_start", 3)
+def one_step(actions):
+    actions.run(NEXT, 1)
+    actions.run("[Strategy]SingleDeviceStrategy.batch_to_device", 2)
+    actions.run("[Callback]Other.on_train_batch_start", 3)
     backward = (BACKWARD, 7, ("[Callback]Other.on_after_backward", 8))
-    told.run("run_training_batch", 4, (OPTIMIZER, 5, (STEP, 6), backward, 9))
-    told.run(END, 10)
-    told.run("[Callback]TQDMProgressBar.on_train_batch_end", 12)
-    told.go(11)
+    actions.run("run_training_batch", 4, (OPTIMIZER, 5, (STEP, 6), backward, 9))
+    actions.run(END, 10)
+    actions.run("[Callback]TQDMProgressBar.on_train_batch_end", 12)
+    actions.go(11)
 
 
-def test_inner_actions_count_once(told):
+def test_nested_actions_count_once(actions):
     for _ in range(2):
-        one_step(told)
-    assert len(told.steps.steps) == 1, "the second step is not over"
+        one_step(actions)
+    assert len(actions.steps.steps) == 1, "the second step has not ended"
     expected = {"data": 1, "copy": 2, "forward": 6, "backward": 7, "optimizer": 5 + 9, "hooks": 3 + 4 + 8 + 10,
                 "logging": 12 + 11}  # fmt: skip
-    assert told.phases() == expected
-    segments = told.steps.mean_step()
-    assert sum(segment.seconds for segment in segments) == WHOLE == told.steps.mean()
+    assert actions.phases() == expected
+    segments = actions.steps.mean_step()
+    assert sum(segment.seconds for segment in segments) == WHOLE == actions.steps.mean()
     assert [segment.start for segment in segments] == [
         sum(before.seconds for before in segments[:i]) for i in range(len(segments))
     ]
 
 
-def test_a_batch_that_is_fetched_ahead_of_an_epoch_is_no_step(told):
-    one_step(told)
-    told.run("[LightningModule]Model.on_train_epoch_end", 20)
-    told.run("[LightningModule]Model.on_train_epoch_start", 30)
-    told.run(NEXT, 40)
+def test_a_batch_fetched_before_an_epoch_is_not_a_step(actions):
+    one_step(actions)
+    actions.run("[LightningModule]Model.on_train_epoch_end", 20)
+    actions.run("[LightningModule]Model.on_train_epoch_start", 30)
+    actions.run(NEXT, 40)
     for _ in range(2):
-        one_step(told)
-    assert [sum(step.values()) for step in told.steps.each_step()] == [WHOLE, WHOLE]
+        one_step(actions)
+    assert [sum(step.values()) for step in actions.steps.each_step()] == [WHOLE, WHOLE]
 
 
-def test_validation_ends_a_step_and_is_no_part_of_it(told):
-    one_step(told)
-    told.run("[LightningModule]Model.on_validation_model_zero_grad", 50)
-    told.run("[LightningModule]Model.on_validation_model_eval", 60)
-    told.run("[Strategy]SingleDeviceStrategy.validation_step", 70)
+def test_validation_ends_a_step_and_is_not_part_of_it(actions):
+    one_step(actions)
+    actions.run("[LightningModule]Model.on_validation_model_zero_grad", 50)
+    actions.run("[LightningModule]Model.on_validation_model_eval", 60)
+    actions.run("[Strategy]SingleDeviceStrategy.validation_step", 70)
     for _ in range(2):
-        one_step(told)
-    assert [sum(step.values()) for step in told.steps.each_step()] == [WHOLE, WHOLE]
+        one_step(actions)
+    assert [sum(step.values()) for step in actions.steps.each_step()] == [WHOLE, WHOLE]
 
 
-def test_manual_backward_is_backward(told):
+def test_manual_backward_counts_as_backward(actions):
     for _ in range(2):
-        told.run(NEXT, 1)
+        actions.run(NEXT, 1)
         before = [("[Callback]Other.on_before_backward", 4), (BEFORE, 8)]
         after = [("[Callback]Other.on_after_backward", 32), ("[LightningModule]Model.on_after_backward", 32)]
-        told.run(STEP, 2, *before, 16, *after, 64)  # backward itself is no action here
-        told.run(END, 0)
-    assert told.phases() == {"data": 1, "forward": 2 + 64, "backward": 16, "hooks": 4 + 8 + 32 + 32}
+        actions.run(STEP, 2, *before, 16, *after, 64)  # backward is not an action here
+        actions.run(END, 0)
+    assert actions.phases() == {"data": 1, "forward": 2 + 64, "backward": 16, "hooks": 4 + 8 + 32 + 32}
 
 
-def test_the_mean_of_the_steps_is_shown(told):
-    told.clock.end("begun before the doctor came")
+def test_the_report_shows_the_mean_step(actions):
+    actions.clock.end("begun before the doctor came")
     for extra in (60, 0, 90):
-        one_step(told)
-        told.go(extra)
-    one_step(told)
-    assert sum(segment.seconds for segment in told.steps.mean_step()) == WHOLE + 50
+        one_step(actions)
+        actions.go(extra)
+    one_step(actions)
+    assert sum(segment.seconds for segment in actions.steps.mean_step()) == WHOLE + 50
     nothing = StepTiming(Plan(0, 1, 0))
     assert (nothing.mean_step(), nothing.mean()) == ([], 0.0)
     assert sum_phases([]) == {}
 
 
 def test_only_the_steps_of_the_plan_are_timed(monkeypatch):
-    told = Told(monkeypatch, Plan(1, 2, 3))
+    actions = Actions(monkeypatch, Plan(1, 2, 3))
     for _ in range(6):
-        one_step(told)
-    assert len(told.steps.steps) == 2
+        one_step(actions)
+    assert len(actions.steps.steps) == 2
 
 
-def test_what_writes_for_a_logger_within_a_step_is_logging(told):
+def test_logger_calls_within_a_step_count_as_logging(actions):
     for _ in range(2):
-        told.run(NEXT, 1)
-        told.run(END, 0)
-        told.run("[Logger]CSVLogger.log_metrics", 5)
-    assert told.phases() == {"data": 1, "logging": 5}
+        actions.run(NEXT, 1)
+        actions.run(END, 0)
+        actions.run("[Logger]CSVLogger.log_metrics", 5)
+    assert actions.phases() == {"data": 1, "logging": 5}
 
 
 @pytest.mark.parametrize(("mine", "named"), [(10.0, "Mine.on_train_batch_end (10000.00 ms)"), (1.0, "")])
@@ -142,7 +142,7 @@ def test_the_longest_hook_is_named_from_a_tenth_of_the_step(mine, named):
     assert timing.longest_action([], ("hooks", "logging")) == ""
 
 
-def test_a_step_that_was_interrupted_is_not_typical():
+def test_an_interrupted_step_does_not_count():
     steps = [{("[Callback]A.on", "hooks"): 1.0, ("b", "hooks"): 2.0}, {("b", "hooks"): 50.0}, {("b", "hooks"): 2.0}]
     assert timing.typical_seconds(steps, 0) == {"[Callback]A.on": 0.0, "b": 2.0}
     assert timing.typical_seconds(steps, 1) == {"hooks": 3.0}

@@ -1,4 +1,4 @@
-"""The watch: each call counts once, at its line, and nothing is computed differently."""
+"""The watch: each call counts once, at its line, and no result changes."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ def watch():
 
 
 def seen(watch, function, *args):
-    """Runs a function as one watched step and returns what was noted, without its place."""
+    """Run a function as one watched step, and return the recorded calls without their lines."""
     watch.resume()
     try:
         function(*args)
@@ -61,7 +61,7 @@ FETCHES = [
 ]  # fmt: skip
 
 
-def test_what_fetches_a_value_counts_once():
+def test_a_call_that_fetches_a_value_counts_once():
     for function, expected in FETCHES:
         watch, started = StepWatch(Sources([]), Guard(lambda: None)), time.perf_counter()
         assert seen(watch, function, torch.rand(3)) == [("sync", expected, 1)], expected
@@ -86,7 +86,7 @@ UPLOADS = [
 ]  # fmt: skip
 
 
-def test_what_a_gpu_would_get_from_the_host_counts_once():
+def test_a_copy_from_the_host_counts_once():
     for function, expected in UPLOADS:
         assert seen(StepWatch(Sources([]), Guard(lambda: None)), function, torch.rand(3)) == [("moved", expected, 1)], (
             expected
@@ -101,7 +101,7 @@ def test_what_a_gpu_would_get_from_the_host_counts_once():
     (lambda x: torch.from_numpy(np.ones(3)), False),
     (lambda x: torch.tensor([1.0, 2.0]), False),
 ])  # fmt: skip
-def test_an_array_that_is_copied_is_noted(watch, function, copied):
+def test_a_copied_array_is_recorded(watch, function, copied):
     assert seen(watch, function, torch.rand(3)) == [("copied", "torch.tensor(array)", 1)] * copied
 
 
@@ -129,7 +129,7 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-def test_what_fetches_nothing_is_not_noted():
+def test_a_call_that_fetches_no_value_is_not_recorded():
     for number, function in enumerate(HARMLESS):
         assert seen(StepWatch(Sources([]), Guard(lambda: None)), function, torch.rand(3)) == [], number
 
@@ -139,7 +139,7 @@ def tidy():
     torch.cuda.synchronize()
 
 
-def test_what_torch_does_for_itself_is_no_habit_of_the_user(watch, monkeypatch):
+def test_calls_within_torch_are_not_recorded(watch, monkeypatch):
     monkeypatch.setattr("torch.cuda._lazy_init", lambda: None)
     monkeypatch.setattr("torch._C._cuda_synchronize", lambda: None, raising=False)
     monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
@@ -151,7 +151,7 @@ def test_what_torch_does_for_itself_is_no_habit_of_the_user(watch, monkeypatch):
 
 
 class Loss(torchmetrics.MeanMetric):
-    """A metric of the user's own."""
+    """A metric of the user."""
 
 
 @pytest.mark.parametrize(("function", "within"), [
@@ -162,7 +162,7 @@ class Loss(torchmetrics.MeanMetric):
     (lambda x: torch.nn.Sequential(torch.nn.Identity())(x).sum().item(), ""),
     (lambda x: F.one_hot(x.long().abs()), ""),
 ])  # fmt: skip
-def test_the_library_that_fetches_is_named_at_the_users_line(watch, function, within):
+def test_a_library_that_fetches_a_value_is_named_at_the_users_line(watch, function, within):
     seen(watch, function, torch.rand(3))
     calls = [call for call in watch.calls() if call.kind == "sync"]
     assert {(call.site.file, call.site.line, call.within) for call in calls} == {
@@ -183,7 +183,7 @@ def test_counts_are_by_line_and_step(watch):
     assert call.site.file == __file__
 
 
-def test_optimizers_and_scalers_may_fetch_what_they_need(watch):
+def test_fetches_of_optimizers_and_scalers_are_not_recorded(watch):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([weight], foreach=False)
     scaler = torch.amp.GradScaler("cpu")
@@ -196,17 +196,17 @@ def test_optimizers_and_scalers_may_fetch_what_they_need(watch):
     assert seen(watch, step, torch.rand(3)) == []
 
 
-def test_a_watch_that_cannot_begin_leaves_nothing_behind(watch, monkeypatch):
+def test_a_watch_that_cannot_start_leaves_nothing_behind(watch, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(watch._mode), "__enter__", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             watch.resume()
     watch.pause()
     assert (sys.getprofile(), torch._C._len_torch_function_stack()) == (None, 0)
-    assert seen(watch, lambda x: x.sum().item(), torch.rand(3)) == [("sync", ".item()", 1)], "it can begin again"
+    assert seen(watch, lambda x: x.sum().item(), torch.rand(3)) == [("sync", ".item()", 1)], "it can start again"
 
 
-def test_watching_twice_is_watching_once(watch):
+def test_starting_a_watch_twice_records_calls_once(watch):
     x = torch.rand(3)
     watch.resume()
     assert seen(watch, lambda: x.sum().item()) == [("sync", ".item()", 1)]

@@ -1,4 +1,4 @@
-"""end_process: no handler of the program runs, what it has written is kept, and nothing of it is left behind."""
+"""end_process: no handler of the program runs, its output is kept, and nothing is left behind."""
 
 import multiprocessing
 import os
@@ -34,13 +34,13 @@ PROGRAM = """
     def note(name):
         Path(name).touch()
 
-    class Noted:
+    class Recorded:
         def __del__(self):
             note("__del__")
 
     if __name__ == "__main__":
         atexit.register(note, "atexit")
-        noted = Noted()
+        recorded = Recorded()
         text, raw = open("text", "w"), open("raw", "wb")
         text.write("kept")
         raw.write(b"kept")
@@ -69,7 +69,7 @@ PROGRAM = """
 
 @pytest.mark.slow  # the short form is in tests/tune/test_worker.py
 @pytest.mark.parametrize("thread", [False, True])
-def test_nothing_of_the_program_runs_and_nothing_of_it_is_left(thread, tmp_path):
+def test_end_process_runs_no_handler_and_leaves_nothing_behind(thread, tmp_path):
     (tmp_path / "temporary").mkdir()
     (tmp_path / "train.py").write_text(
         textwrap.dedent(PROGRAM.replace("FROZEN", "False").replace("THREAD", f"{thread}"))
@@ -89,7 +89,7 @@ def test_nothing_of_the_program_runs_and_nothing_of_it_is_left(thread, tmp_path)
 
 
 @pytest.mark.slow
-def test_workers_end_though_no_collector_knows_their_loader(tmp_path):
+def test_workers_end_if_the_garbage_collector_does_not_track_their_loader(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM.replace("FROZEN", "True").replace("THREAD", "False")))
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
@@ -101,7 +101,7 @@ def test_workers_end_though_no_collector_knows_their_loader(tmp_path):
             os.kill(pid, 0)
 
 
-def test_a_process_that_the_program_has_started_is_ended():
+def test_child_processes_of_the_program_are_ended():
     def leave():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         child.start()

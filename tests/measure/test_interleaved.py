@@ -1,4 +1,4 @@
-"""How many processes start at the same time, in which order they measure, and how the time is kept: on a fake clock."""
+"""The number of processes that start at once, the order of their rounds, and the time limit, on a fake clock."""
 
 from unittest.mock import MagicMock
 
@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
 
 class Machine:
-    """Makes processes whose starts and rounds take their time on the clock, and counts how many run."""
+    """Creates processes whose starts and rounds advance the clock, and counts how many run."""
 
     def __init__(self, clock, **fails):
         self.clock = clock
@@ -46,7 +46,7 @@ class Machine:
 
 
 class FakeProcess:
-    """Answers its orders one by one, also those that nobody waited for."""
+    """Answers its orders one by one, including those that nobody waited for."""
 
     def __init__(self, machine, name):
         self.machine, self.name, self.orders = machine, name, [None]
@@ -62,7 +62,7 @@ class FakeProcess:
     def tell(self, order):
         self.orders.append(order["order"])
         self.resume()
-        if self.machine.fails.get(self.name) == f"{order['order']} told":
+        if self.machine.fails.get(self.name) == f"{order['order']} sent":
             raise ProcessError("gone")
 
     def listen(self, timeout, check):
@@ -92,7 +92,7 @@ def run(machine, names="abc", **options):
     return rows
 
 
-def test_each_sweep_begins_with_another_process(clock):
+def test_each_sweep_starts_with_another_process(clock):
     machine = Machine(clock)
     rows = run(machine, number=1)
     assert "".join(machine.order) == "abc" + "bca" + "cab"
@@ -102,31 +102,31 @@ def test_each_sweep_begins_with_another_process(clock):
     assert not machine.open
 
 
-@pytest.mark.parametrize("fault", [None, "border", "border done", "border told"])
-def test_each_process_goes_over_a_border_after_its_rounds(clock, fault):
+@pytest.mark.parametrize("fault", [None, "border", "border done", "border sent"])
+def test_each_process_crosses_an_epoch_boundary_after_its_rounds(clock, fault):
     machine = Machine(clock, **({"b": fault} if fault else {}))
     rows = run(machine, rounds=2, border=True)
     assert "".join(machine.order) == "abc" + "bca" + ("ac" if fault else "abc")
-    assert [len(row["rounds"]) for row in rows.values()] == [2, 2, 2], "which is no round"
+    assert [len(row["rounds"]) for row in rows.values()] == [2, 2, 2], "this is not a round"
     assert [rows[name]["status"] for name in "abc"] == ["ok", "failed" if fault else "ok", "ok"]
     assert not machine.open
 
 
-def test_without_signals_that_hold_a_process_each_one_is_measured_by_itself(clock, monkeypatch):
+def test_without_sigstop_each_process_is_measured_separately(clock, monkeypatch):
     monkeypatch.setattr(interleaved, "CAN_HOLD", False)
     machine = Machine(clock)
     rows = run(machine, seconds=6.0, rounds=1000, number=1)
-    assert "".join(machine.order) == "aa" + "bb" + "cc", "a third of the time each"
+    assert "".join(machine.order) == "aa" + "bb" + "cc", "a third of the time for each"
     assert machine.most_open == 1
     assert [part["sweep"] for part in rows["c"]["rounds"]] == [1000, 1001]
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open
 
 
-def test_no_more_processes_start_at_the_same_time_than_asked_for(clock):
+def test_the_number_of_processes_that_start_at_once_is_limited(clock):
     machine = Machine(clock)
     run(machine, "abcdefghi", rounds=1)
-    assert machine.most == 9, "all are woken to end"
+    assert machine.most == 9, "all are resumed to end"
     machine.most = 0
     made = InterleavedRounds(
         machine, {n: new_row() for n in "abcdefghi"}, interrupt=Interrupt(), progress=MagicMock(), at_once=2
@@ -142,11 +142,11 @@ def test_no_more_processes_start_at_the_same_time_than_asked_for(clock):
     ("round", "gone", 0),
     ("round done", "ended before its rounds were over", 0),
     ("round twice", TWICE.format(got="ready", expected="round"), 0),
-    ("round told", "gone", 0),
-    ("end told", "gone", 3),
+    ("round sent", "gone", 0),
+    ("end sent", "gone", 3),
     ("end", "gone", 3),
 ])  # fmt: skip
-def test_a_process_that_fails_is_a_row_with_its_reason(clock, fault, reason, rounds):
+def test_a_failed_process_is_a_row_with_its_reason(clock, fault, reason, rounds):
     machine = Machine(clock, b=fault)
     rows = run(machine)
     assert (rows["b"]["status"], rows["b"]["reason"], len(rows["b"]["rounds"])) == ("failed", reason, rounds)
@@ -156,17 +156,17 @@ def test_a_process_that_fails_is_a_row_with_its_reason(clock, fault, reason, rou
 
 @pytest.mark.parametrize(("options", "rounds"), [
     ({"seconds": 30.0}, [10] * 3),
-    ({"until": 60.0}, [10] * 3),  # the starts took 30
+    ({"until": 60.0}, [10] * 3),  # the starts took 30 seconds
     ({"until": 1.0, "fewest": 2}, [2] * 3),
     ({"start_until": 5.0, "seconds": 2.0, "fewest": 1}, [1, 1, 0]),
 ])  # fmt: skip
-def test_the_time_is_kept(clock, options, rounds):
+def test_the_time_limit_is_kept(clock, options, rounds):
     rows = run(Machine(clock), **{"rounds": 1000, **options})
     assert [len(row["rounds"]) for row in rows.values()] == rounds
     assert [row["reason"] for row in rows.values()] == ["" if count else "no time was left for it" for count in rounds]
 
 
-def test_what_was_measured_before_an_interruption_is_kept(clock):
+def test_measurements_before_an_interruption_are_kept(clock):
     machine = Machine(clock)
     rows = {name: new_row() for name in "abc"}
     with pytest.raises(InterruptedRunError):
@@ -176,7 +176,7 @@ def test_what_was_measured_before_an_interruption_is_kept(clock):
     assert not machine.open
 
 
-def test_a_second_process_that_comes_too_late_leaves_what_the_first_one_measured(clock):
+def test_the_measurements_of_the_first_process_are_kept_if_the_second_starts_too_late(clock):
     rows = {name: new_row() for name in "ab"}
     made = InterleavedRounds(Machine(clock), rows, interrupt=Interrupt(), progress=MagicMock())
     made.run("a", ORDER, rounds=2)
@@ -194,11 +194,11 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(clock):
     assert not machine.open
 
 
-def test_an_interruption_at_the_border_of_an_epoch_keeps_what_was_measured(clock):
+def test_an_interruption_at_an_epoch_boundary_keeps_the_measurements(clock):
     machine = Machine(clock)
     rows = {name: new_row() for name in "abc"}
     with pytest.raises(InterruptedRunError):
-        # Starts take 30 seconds and six rounds 6: the time is up on the way of the first process over its border.
+        # Starts take 30 seconds and six rounds 6: the time ends while the first process crosses its epoch boundary.
         InterleavedRounds(machine, rows, interrupt=Interrupt(36.5), progress=MagicMock()).run(
             "abc", ORDER, rounds=2, border=True
         )

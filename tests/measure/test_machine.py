@@ -1,4 +1,4 @@
-"""What is said of the machine."""
+"""The description of the machine."""
 
 import subprocess
 from pathlib import Path
@@ -20,9 +20,9 @@ def test_environment_variables_that_change_times_are_named(monkeypatch):
     assert facts["versions"]["torch"]
 
 
-def test_other_programs_are_told_in_cores_and_our_own_work_is_not(monkeypatch):
+def test_the_load_of_other_programs_is_given_in_cores_without_our_own(monkeypatch):
     now, ours = [0.0], [0.0]
-    stat = iter(["cpu  100 0 50 900 10 0 0 0", "cpu  400 0 150 1900 10 0 0 0"])  # hundredths of a second
+    stat = iter(["cpu  100 0 50 900 10 0 0 0", "cpu  400 0 150 1900 10 0 0 0"])  # in hundredths of a second
     monkeypatch.setattr(machine.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)
     monkeypatch.setattr(machine.os, "times", lambda: (ours[0], 0.0, 0.0, 0.0, 0.0))
@@ -32,7 +32,7 @@ def test_other_programs_are_told_in_cores_and_our_own_work_is_not(monkeypatch):
     assert load.cores() == 0.75, "4 s of all cores, 1 s of ours, in 4 s"
 
 
-def test_a_system_that_does_not_tell_its_load_is_said_nothing_of(monkeypatch):
+def test_a_system_without_a_load_value_has_no_load_line(monkeypatch):
     def fail(path):
         raise FileNotFoundError
 
@@ -40,7 +40,7 @@ def test_a_system_that_does_not_tell_its_load_is_said_nothing_of(monkeypatch):
     assert OtherLoad().cores() is None
 
 
-def test_a_system_without_its_files_is_said_nothing_of(monkeypatch):
+def test_a_system_without_proc_files_has_no_description(monkeypatch):
     def fail(path):
         raise PermissionError
 
@@ -56,7 +56,7 @@ def test_a_system_without_its_files_is_said_nothing_of(monkeypatch):
     ([subprocess.CalledProcessError(128, "git")], None),
     ([subprocess.TimeoutExpired("git", 10)], None),
 ])  # fmt: skip
-def test_the_commit_is_told_inside_the_own_checkout_alone(answers, commit, monkeypatch):
+def test_the_commit_is_named_only_within_the_checkout(answers, commit, monkeypatch):
     left = [str(Path(machine.__file__).parents[2]) if each == "FOLDER" else each for each in answers]
 
     def git(command, **options):

@@ -1,4 +1,4 @@
-"""Real processes: held still, woken, ended with all that they started; and signals as flags. None imports torch."""
+"""Real processes are stopped, resumed, and ended with their children; signals set flags. None imports torch."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="re
 
 
 def state(pid):
-    """The state of a process as the kernel names it, or X if it is gone."""
+    """Return the state of a process in /proc, or X if it does not exist."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "X"
@@ -59,7 +59,7 @@ def start(tmp_path):
 
 
 @needs_proc
-def test_a_process_is_held_with_what_it_started_and_ended_with_it(start):
+def test_a_process_is_stopped_and_ended_together_with_its_children(start):
     process = start({"n": 1})
     child = process.listen(30.0)["child"]
     process.hold()
@@ -76,13 +76,13 @@ def test_a_process_is_held_with_what_it_started_and_ended_with_it(start):
 @pytest.mark.parametrize(("task", "message"), [
     ({"exit": 3, "say": "goodbye"}, "ended with exit status 3: goodbye"), ({"exit": 0}, "ended with exit status 0"),
 ])  # fmt: skip
-def test_a_process_that_ends_says_how(start, task, message):
+def test_an_ended_process_reports_its_exit_status(start, task, message):
     process = start(task)
     with pytest.raises(ProcessError, match=f"^{message}$"):
         process.listen(30.0)
 
 
-def test_waiting_ends_after_its_time_and_when_the_check_says_so(start):
+def test_listen_ends_after_its_timeout_or_when_the_check_fails(start):
     process = start({"n": 1})
     process.listen(30.0)
     with pytest.raises(ProcessError, match="no answer within 0 s"):
@@ -92,7 +92,7 @@ def test_waiting_ends_after_its_time_and_when_the_check_says_so(start):
 
 
 @needs_proc
-def test_without_signals_that_hold_a_process_it_waits_for_orders_only(start, monkeypatch):
+def test_without_sigstop_a_process_only_waits_for_orders(start, monkeypatch):
     monkeypatch.setattr(module, "CAN_HOLD", False)
     running = start({"n": 1})
     child = running.listen(30.0)["child"]
@@ -103,7 +103,7 @@ def test_without_signals_that_hold_a_process_it_waits_for_orders_only(start, mon
 
 
 @needs_proc
-def test_a_process_that_ended_is_closed_where_the_kernel_permits_no_signal_for_it(start, monkeypatch):
+def test_an_ended_process_is_closed_if_the_kernel_refuses_signals(start, monkeypatch):
     ended = start({"exit": 0})
     assert wait_for("Z", ended._process.pid)
 
@@ -115,14 +115,14 @@ def test_a_process_that_ended_is_closed_where_the_kernel_permits_no_signal_for_i
     ended.close()
 
 
-def test_an_answer_that_is_cut_off_is_no_answer(tmp_path):
+def test_a_truncated_answer_is_ignored(tmp_path):
     made = Process(["-S", "-c", "print('{', end='')"], {}, log=tmp_path / "log", folder=tmp_path)
     with pytest.raises(ProcessError, match="ended with exit status 0"):
         made.listen(30.0)
     made.close()
 
 
-def test_a_process_that_ends_before_its_first_order_says_how(tmp_path):
+def test_a_process_that_ends_before_its_first_order_reports_its_exit_status(tmp_path):
     def started_and_ended(*args, **kwargs):
         made = subprocess.Popen(*args, **kwargs)
         made.wait()
@@ -162,7 +162,7 @@ def test_a_killed_program_leaves_no_process_behind(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_flag_and_the_second_stops_at_once(number):
+def test_the_first_signal_sets_a_flag_and_the_second_stops_at_once(number):
     before = signal.getsignal(number)
     interrupt = Interrupt()
     with interrupt.caught():
@@ -175,11 +175,11 @@ def test_the_first_signal_is_a_flag_and_the_second_stops_at_once(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_process_that_closes_its_pipe_and_stays_is_told():
+def test_a_process_that_closes_its_pipe_without_ending_is_reported():
     def wait(timeout):
         raise subprocess.TimeoutExpired("python", timeout)
 
-    silent = object.__new__(Process)  # without a process of the system
+    silent = object.__new__(Process)  # without an operating system process
     silent._lines = queue.SimpleQueue()
     silent._process = SimpleNamespace(wait=wait)
     silent._lines.put(b"")

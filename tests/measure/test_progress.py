@@ -1,4 +1,4 @@
-"""How far a run is, in plain text: on a terminal and elsewhere."""
+"""The progress of a run in plain text, on a terminal and elsewhere."""
 
 import io
 import os
@@ -9,7 +9,7 @@ from lightning_turbo.measure import Progress, progress
 
 
 class Screen(io.StringIO):
-    """A terminal: what is erased cannot be read any more."""
+    """A terminal on which erased text disappears."""
 
     def isatty(self):
         return True
@@ -27,7 +27,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_terminal_shows_one_line_that_changes_and_keeps_what_is_said(clock):
+def test_a_terminal_shows_one_progress_line_and_keeps_messages(clock):
     screen = Screen()
     with Progress(deadline=120.0, stream=screen) as shown:
         assert screen.shown() == [f"[{'':30}] 0 s passed, 20 s left: starting"[:59]]
@@ -39,10 +39,10 @@ def test_a_terminal_shows_one_line_that_changes_and_keeps_what_is_said(clock):
         clock[0] += 15
         shown.show("a" * 100)
         assert screen.shown()[1] == f"[{'#' * 30}] 30 s passed, 0 s left: {'a' * 100}"[:59]
-    assert screen.shown() == ["toy: failed", ""], "the last line is gone"
+    assert screen.shown() == ["toy: failed", ""], "the last line is erased"
 
 
-def test_a_terminal_shows_no_bar_of_a_run_without_an_end(clock):
+def test_a_run_without_a_known_end_has_no_progress_bar(clock):
     screen = Screen()
     with Progress(deadline=float("inf"), stream=screen) as shown:
         clock[0] += 15
@@ -51,13 +51,13 @@ def test_a_terminal_shows_no_bar_of_a_run_without_an_end(clock):
 
 
 @pytest.mark.parametrize(("deadline", "left"), [(400.0, (280, 260)), (float("inf"), ())])
-def test_elsewhere_there_are_plain_lines_now_and_then_without_control_codes(clock, deadline, left):
+def test_without_a_terminal_progress_is_plain_lines_without_control_codes(clock, deadline, left):
     stream = io.StringIO()
     with Progress(deadline=deadline, stream=stream) as shown:
         for _ in range(8):
             clock[0] += 5
             shown.show("toy")
         shown.say("it is said")
-    told = [f", {seconds} s left" for seconds in left] or ["", ""]
-    lines = [f"{passed} s passed{left}: toy" for passed, left in zip((20, 40), told, strict=True)]
+    suffixes = [f", {seconds} s left" for seconds in left] or ["", ""]
+    lines = [f"{passed} s passed{left}: toy" for passed, left in zip((20, 40), suffixes, strict=True)]
     assert stream.getvalue().splitlines() == [*lines, "it is said"]

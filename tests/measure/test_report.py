@@ -1,4 +1,4 @@
-"""Numbers and tables as they are written into reports."""
+"""Formats of numbers and tables in reports."""
 
 import io
 
@@ -14,7 +14,7 @@ def test_numbers_are_written_without_exponents(value, text):
     assert three_digits(value) == text
 
 
-def test_the_columns_of_a_table_stand_below_one_another():
+def test_the_columns_of_a_table_are_aligned():
     assert markdown_table(["setting", "factor"], [["a|b", "0.8"], ["O1", "12.3456"]]) == [
         "| setting | factor  |",
         "| ---     | ---     |",
@@ -26,8 +26,8 @@ def test_the_columns_of_a_table_stand_below_one_another():
 @pytest.mark.parametrize(("encoding", "written"), [
     ("utf-8", "Größe \\udcff\n"), ("ascii", "Gr\\xf6\\xdfe \\udcff\n"), (None, "Größe \\udcff\n"),
 ])  # fmt: skip
-def test_a_line_is_printed_whatever_letters_the_terminal_has(encoding, written):
-    """A file name may have bytes that are no letters."""
+def test_a_line_is_printed_in_any_encoding_of_the_terminal(encoding, written):
+    """A file name may have bytes that are not valid characters."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding) if encoding else io.StringIO()
     print_lines("Größe \udcff", stream=stream)
     found = stream.buffer.getvalue().decode(encoding) if encoding else stream.getvalue()

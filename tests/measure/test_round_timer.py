@@ -14,7 +14,7 @@ def clock(monkeypatch):
 
 
 class Runner:
-    """Answers the timer with orders given beforehand, while time goes by, and keeps what it was told."""
+    """Sends the timer a list of orders while the clock advances, and keeps its events."""
 
     def __init__(self, clock, *orders):
         self.clock = clock
@@ -38,8 +38,8 @@ def test_only_the_steps_of_a_round_are_measured(clock, lead):
     steps = 0
     while made.step(samples=2):
         steps += 1
-        clock[0] += steps  # each step takes another time
-    first, second = 5, 5 + 4 + lead  # the warm-up is more than a lead
+        clock[0] += steps  # each step takes a different time
+    first, second = 5, 5 + 4 + lead  # the warmup is longer than a lead
     assert steps == second + 4 - 1
     expected = [sum(range(begin, begin + 4)) for begin in (first, second)]
     rounds = [{"event": "round", "seconds": seconds, "steps": 4, "samples": 8} for seconds in expected]
@@ -48,7 +48,7 @@ def test_only_the_steps_of_a_round_are_measured(clock, lead):
     assert not made.step()
 
 
-def test_a_process_on_a_gpu_gives_back_what_it_does_not_use_before_it_waits(monkeypatch):
+def test_a_process_on_a_gpu_empties_its_cache_before_it_waits(monkeypatch):
     order = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("give back"))
@@ -60,7 +60,7 @@ def test_a_process_on_a_gpu_gives_back_what_it_does_not_use_before_it_waits(monk
     assert order == [*turn, "synchronize", "step", "synchronize", "step", *turn]
 
 
-def test_what_is_left_out_is_no_part_of_a_round(clock):
+def test_excluded_time_is_not_part_of_a_round(clock):
     runner = Runner(clock, round_of(2), END)
     made = RoundTimer(runner, warmup=1)
     assert made.step()
@@ -73,12 +73,12 @@ def test_what_is_left_out_is_no_part_of_a_round(clock):
     assert runner.events[1]["seconds"] == 3.0
 
 
-def test_an_order_to_go_over_a_border_lasts_until_it_is_said_to_be_over(clock):
+def test_a_border_order_lasts_until_the_boundary_is_crossed(clock):
     runner = Runner(clock, {"order": "border"}, round_of(1), END)
     made = RoundTimer(runner, warmup=1)
     assert made.step()
     assert made.border
-    assert all(made.step() for _ in range(1000)), "as many steps as the end of the epoch is away"
+    assert all(made.step() for _ in range(1000)), "as many steps as remain in the epoch"
     assert made.end_border()
     assert not made.border
     assert not made.step()

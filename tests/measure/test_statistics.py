@@ -7,7 +7,7 @@ from lightning_turbo.measure import interval_of, log_quotients
 
 
 def row(*seconds, steps=2, sweeps=None, rounds=10**6):
-    """A row with these rounds, so many of them in each process."""
+    """Return a row with these rounds, divided among processes."""
     sweeps = sweeps or range(len(seconds))
     parts = zip(sweeps, seconds, strict=True)
     return {"rounds": [{"sweep": w, "seconds": s, "steps": steps, "process": w // rounds} for w, s in parts]}
@@ -22,7 +22,7 @@ def of_processes(logs, rounds=1):
 @pytest.mark.parametrize(
     ("processes", "quantile"), [(2, 12.706), (4, 3.182), (6, 2.571), (9, 2.306), (12, 2.201), (31, 2.042)]
 )
-def test_interval_is_that_of_student(processes, quantile):
+def test_the_confidence_interval_is_that_of_student(processes, quantile):
     logs = [0.01 * n for n in range(processes)]
     reach = quantile * statistics.stdev(logs) / math.sqrt(processes)
     low, high = interval_of(log_quotients(*of_processes(logs)))
@@ -30,13 +30,13 @@ def test_interval_is_that_of_student(processes, quantile):
     assert math.log(high) == pytest.approx(statistics.fmean(logs) + reach, abs=1e-4)
 
 
-def test_rounds_of_one_process_are_no_further_evidence():
+def test_rounds_of_one_process_are_not_independent():
     logs = [0.0, 0.02, -0.01, 0.03, 0.01, -0.02]
     assert log_quotients(*of_processes(logs, rounds=9)) == pytest.approx(logs)
     assert interval_of(logs[:1]) is None
 
 
-def test_what_is_measured_apart_has_the_spread_of_both():
+def test_a_ratio_of_separate_measurements_has_the_spread_of_both():
     logs, others = [0.10, 0.12, 0.14], [0.0, 0.03, -0.03, 0.0]
     # Variances 0.0004 of three and 0.0006 of four; 4.303 is the quantile for two degrees of freedom.
     reach = 4.303 * math.sqrt(0.0004 / 3 + 0.0006 / 4)
@@ -45,7 +45,7 @@ def test_what_is_measured_apart_has_the_spread_of_both():
     assert interval_of(logs, [0.0]) is None
 
 
-def test_ratios_may_be_of_other_times_than_those_of_steps():
+def test_ratios_may_use_other_times_than_those_of_steps():
     double = {"rounds": row(2.0, 4.0)["rounds"]}
     (log,) = log_quotients(double, row(1.0, 2.0), lambda each: {0: 3.0 if each is double else 1.0, 1: 1.0})
     assert log == pytest.approx(math.log(3.0) / 2)

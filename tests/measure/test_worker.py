@@ -1,4 +1,4 @@
-"""The measured side of a pipe: what it reports, and how much memory it may take."""
+"""The measured process: its reports and its memory limit."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from lightning_turbo.measure import RoundTimer, SkippedError, worker
 from lightning_turbo.measure.worker import Channel, limit_memory, peak_bytes, serve
 
 
-def told(run):
+def events_of(run):
     """Return the events that a run sends."""
     events = io.StringIO()
     serve(Channel(io.StringIO(), events), RoundTimer(lambda event: {}), run)
@@ -23,9 +23,9 @@ def fails(error):
     raise error
 
 
-def test_numbers_are_plain_at_any_depth():
+def test_reported_numbers_are_python_numbers_at_any_depth():
     numbers = {"losses": [1, torch.tensor(0.5), math.nan], "facts": {"batches": math.inf, "lacks": ("cuda",)}}
-    (event,) = told(lambda: numbers)
+    (event,) = events_of(lambda: numbers)
     assert event["event"] == "done"
     assert event["numbers"] == {"losses": [1, 0.5, None], "facts": {"batches": None, "lacks": ["cuda"]}}
 
@@ -35,18 +35,18 @@ def test_numbers_are_plain_at_any_depth():
     (ValueError("expected a,\ngot b"), "failed", "ValueError: expected a,"),
     (ValueError("word " * 99), "failed", "ValueError: " + " ".join(["word"] * 37) + " ..."),
 ])  # fmt: skip
-def test_how_a_run_ends_is_told_in_one_line(error, event, reason):
-    assert told(lambda: fails(error)) == [{"event": event, "reason": reason}]
+def test_the_end_of_a_run_is_reported_in_one_line(error, event, reason):
+    assert events_of(lambda: fails(error)) == [{"event": event, "reason": reason}]
 
 
-def test_without_a_controlling_program_the_process_ends(monkeypatch):
+def test_a_worker_ends_with_its_controlling_program(monkeypatch):
     monkeypatch.setattr(worker, "end_process", lambda status: fails(SystemExit(status)))
     with pytest.raises(SystemExit) as error:
         Channel(io.StringIO(""), io.StringIO()).receive()
     assert error.value.code == 1
 
 
-def test_a_system_that_does_not_tell_its_memory_has_no_limit_and_no_peak(monkeypatch, tmp_path):
+def test_a_system_without_memory_information_has_no_limit_and_no_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(worker, "STATUS", tmp_path / "absent")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = resource.getrlimit(resource.RLIMIT_DATA)

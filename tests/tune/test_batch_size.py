@@ -1,4 +1,4 @@
-"""The search for a batch size, on a machine of the test's own with a limit of memory."""
+"""The search for a batch size, on a simulated machine with a memory limit."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from lightning_turbo.tune.batch_size import BatchSizes
 
 
 class Machine:
-    """A step takes a fixed time and one for each sample; a batch takes memory for each sample."""
+    """A step takes a fixed time plus a time per sample, and a batch takes memory per sample."""
 
     def __init__(self, *, fits, samples=10_000, fixed=0.010, each=0.001, size=8, stop=math.inf, optimizers=("SGD",),
                  drop_last=False, limit=math.inf, start=0.0, accumulate=1, left=0.0,
@@ -30,7 +30,7 @@ class Machine:
         self.window = accumulate
 
     def measure(self, configurations):
-        (configuration,) = configurations  # alone: two would share the memory
+        (configuration,) = configurations  # one at a time, because two would share the memory
         size = configuration.batch_size or self.size or 8
         self.calls.append(size)
         if len(self.calls) > self.stop:
@@ -43,7 +43,7 @@ class Machine:
         whole = math.floor if self.batches["drop_last"] else math.ceil
         batches = min(self.limit, whole(self.batches["samples"] / size))
         facts = {"batches": batches, "accumulate": self.accumulate}
-        # A last batch that is smaller takes less time; rounds that are shorter than an epoch seldom have it.
+        # A smaller last batch takes less time. Rounds shorter than an epoch rarely contain it.
         mean = min(size, self.batches["samples"] / batches) if self.window == batches else size
         for part in rounds:
             part["seconds"] *= (self.fixed + self.each * mean) / (self.fixed + self.each * size)
@@ -58,7 +58,7 @@ def find(**settings):
 
 
 @pytest.mark.parametrize("fits", [8, 9, 15, 16, 100, 1000])
-def test_the_largest_that_fits_is_found_and_out_of_memory_is_a_row(fits):
+def test_the_largest_batch_size_that_fits_is_found_and_out_of_memory_is_a_row(fits):
     sizes = find(fits=fits)
     assert 0.87 * fits <= sizes.fitting[-1] <= fits
     assert "does not fit: out of memory" in sizes.ended
@@ -67,18 +67,18 @@ def test_the_largest_that_fits_is_found_and_out_of_memory_is_a_row(fits):
 
 
 @pytest.mark.parametrize(("fits", "largest"), [(1, 1), (2, 2), (3, 3), (5, 5)])
-def test_the_batch_may_be_of_one_sample(fits, largest):
+def test_the_batch_size_may_be_one(fits, largest):
     sizes = find(fits=fits, size=1)
     assert sizes.base == 1
     assert sizes.fitting[-1] == largest
     assert sizes.ended == f"{fits + 1} does not fit: out of memory"
 
 
-def test_an_epoch_has_no_more_samples():
+def test_the_batch_size_is_limited_by_the_epoch():
     sizes = find(fits=10_000, samples=100)
     assert sizes.fitting == [8, 16, 32, 64]
     assert "(an epoch has 100 samples)" in sizes.as_text()
-    # Of 64 and 36 samples, 50 a step in the mean; rounds are of whole epochs.
+    # Batches of 64 and 36 samples, 50 per step on average. Rounds are whole epochs.
     assert sizes._seconds(64) == pytest.approx((0.010 + 0.050) / 50, rel=0.05)
     assert sizes.runner.windows[:4] == [13, 7, 4, 2]
 
@@ -91,17 +91,17 @@ def test_an_epoch_has_no_more_samples():
     ({"samples": 2000, "accumulate": 4}, [4] * 8),  # the optimizer steps after every fourth
     ({"accumulate": 4}, [13, 7, 4, 2]),  # and after the last
 ])  # fmt: skip
-def test_rounds_are_of_whole_epochs_where_these_are_short(settings, windows):
+def test_rounds_are_whole_epochs_if_epochs_are_short(settings, windows):
     assert find(fits=10_000, **{"samples": 100, **settings}).runner.windows[: len(windows)] == windows
 
 
 @pytest.mark.parametrize("samples", [100, 250, 500, 1000, 4000])
-def test_the_start_of_an_epoch_speaks_for_no_size(samples):
-    # With the time of a step proportional to its samples, no size is faster, whether starts are in the rounds or not.
+def test_epoch_starts_do_not_favor_a_batch_size(samples):
+    # The time of a step is proportional to its samples: no size is faster, with or without epoch starts in the rounds.
     assert find(fits=10_000, fixed=0.0, start=0.2, samples=samples).best == 8
 
 
-def test_the_scripts_own_size_is_measured_again_in_rounds_of_whole_epochs():
+def test_the_original_batch_size_is_measured_again_in_rounds_of_whole_epochs():
     sizes = find(fits=8)
     assert sizes.runner.calls[:3] == [8, 8, 16]
     assert sizes.fitting == [8]
@@ -111,7 +111,7 @@ def test_the_scripts_own_size_is_measured_again_in_rounds_of_whole_epochs():
     (["SGD"], "for SGD the linear rule multiplies it by 16"),
     (["AdamW"], "for AdamW the square-root rule multiplies it by 4"),
 ])  # fmt: skip
-def test_the_fastest_a_sample_is_told_with_the_rule_for_the_learning_rate(optimizers, rule):
+def test_the_fastest_batch_size_is_reported_with_the_rule_for_the_learning_rate(optimizers, rule):
     sizes = find(fits=128, optimizers=optimizers, fixed=0.1)
     assert sizes.best == 128
     assert rule in sizes.as_text()
@@ -120,9 +120,9 @@ def test_the_fastest_a_sample_is_told_with_the_rule_for_the_learning_rate(optimi
 
 
 @pytest.mark.parametrize("lost", [8, 16])
-def test_processes_that_fail_leave_what_was_compared_before(lost):
+def test_failed_processes_keep_earlier_comparisons(lost):
     class Tight(Machine):
-        """Where one size fits for its first two processes, and in the first comparison."""
+        """One size fits only in its first two processes and in the first comparison."""
 
         def measure(self, configurations):
             row = super().measure(configurations)
@@ -133,18 +133,18 @@ def test_processes_that_fail_leave_what_was_compared_before(lost):
     sizes.run()
     (comparison,) = sizes.against.values()
     assert len(comparison.logs) == 1
-    # Of a sample: the time of a step is 0.010 s, and 0.001 s for each.
+    # Time per sample: a step takes 0.010 s plus 0.001 s per sample.
     assert comparison.ratio == pytest.approx((0.026 / 16) / (0.018 / 8), rel=0.05)
 
 
-def test_where_none_is_faster_a_sample_the_scripts_own_stays():
+def test_the_original_batch_size_stays_if_no_other_is_faster_per_sample():
     sizes = find(fits=64, fixed=0.0)
     assert sizes.best == 8
     assert "None is faster a sample than the script's 8 beyond noise." in sizes.as_text()
 
 
 @pytest.mark.parametrize("stop", [1, 3, 9])
-def test_what_is_measured_when_the_time_is_over_is_told(stop):
+def test_measurements_are_reported_when_the_time_is_over(stop):
     sizes = find(fits=64, stop=stop)
     assert len(sizes.fitting) == {1: 1, 3: 2, 9: 4}[stop]
     assert ("(the time was over)" in sizes.as_text()) == (stop < 9)
@@ -153,7 +153,7 @@ def test_what_is_measured_when_the_time_is_over_is_told(stop):
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-def test_after_ctrl_c_it_does_not_say_that_the_time_was_over(stop):
+def test_after_ctrl_c_the_report_does_not_say_that_the_time_was_over(stop):
     assert "(the search was ended)." in find(fits=64, stop=stop, left=60.0).as_text()
     with pytest.raises(KeyboardInterrupt):
         find(fits=64, stop=0, left=60.0)
@@ -161,7 +161,7 @@ def test_after_ctrl_c_it_does_not_say_that_the_time_was_over(stop):
 
 def test_a_loader_whose_batches_cannot_be_resized_is_refused_at_once():
     class Own(Machine):
-        """Where the loader has a batch sampler of its own, which is found where its size is to be changed."""
+        """The loader has a custom batch sampler, which is detected when its size is changed."""
 
         def measure(self, configurations):
             self.fits = 0 if configurations[0].batch_size else 8
@@ -173,7 +173,7 @@ def test_a_loader_whose_batches_cannot_be_resized_is_refused_at_once():
     assert len(machine.calls) == 2
 
 
-def test_only_what_needs_more_memory_does_not_fit():
+def test_only_out_of_memory_counts_as_a_batch_size_that_does_not_fit():
     assert find(fits=8, reason="torch cannot trace this network").ended == "9 fails: torch cannot trace this network"
 
 
@@ -184,7 +184,7 @@ def test_a_script_without_a_batch_size_is_refused():
         find(fits=8, stop=0)
 
 
-def test_a_process_takes_no_more_than_what_is_free(monkeypatch, tmp_path):
+def test_a_process_is_limited_to_the_free_memory(monkeypatch, tmp_path):
     limits = []
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
     monkeypatch.setattr(measured.torch.cuda, "is_available", lambda: False)
@@ -197,7 +197,7 @@ def test_a_process_takes_no_more_than_what_is_free(monkeypatch, tmp_path):
     assert 0 < measured._free_bytes() < 2**50
 
 
-def test_cached_files_of_a_container_are_free(monkeypatch, tmp_path):
+def test_the_file_cache_of_a_container_counts_as_free_memory(monkeypatch, tmp_path):
     for name, text in {
         "memory.max": "16000\n", "memory.current": "15000\n", "memory.stat": "anon 2000\ninactive_file 9000\n",
         "meminfo": "MemTotal: 64 kB\nMemAvailable: 48 kB\n",

@@ -1,4 +1,4 @@
-"""What a setting usually saves orders the trials by what the script spends its time on."""
+"""The order of trials depends on what a setting usually saves and where the script spends its time."""
 
 import pytest
 
@@ -32,11 +32,11 @@ def first(found, half=True):
     (baseline(loader_ms=9.0), {"prefetch", "workers-1", "workers-1-persistent"}),
     (baseline(border_ms=4000.0), {"persistent-workers", "workers-1-persistent", "workers-2-persistent"}),
 ])  # fmt: skip
-def test_what_the_script_spends_its_time_on_is_tried_first(found, names):
+def test_candidates_for_the_slowest_part_are_tried_first(found, names):
     assert first(found) in names
 
 
-def test_half_precision_comes_late_where_the_processor_does_not_compute_in_it():
+def test_half_precision_is_tried_late_without_hardware_support():
     assert first(baseline(lacks=("cuda",)), half=False) == "channels-last"
 
 
@@ -52,19 +52,19 @@ def test_settings_of_the_loader_need_a_reason(lacks, name, why):
     assert why_not(TABLE[name], baseline(lacks=lacks)) == why
 
 
-def test_a_static_graph_is_not_tried_where_gradients_are_accumulated():
+def test_a_static_graph_is_not_tried_with_gradient_accumulation():
     (graph,) = select(list_rank_candidates(4, 2), ["static-graph"])
     assert why_not(graph, baseline(accumulate=1)) == ""
     assert why_not(graph, baseline(accumulate=2)).startswith("gradients are accumulated")
 
 
-def test_an_epoch_is_as_long_as_its_parts():
+def test_the_time_of_an_epoch_is_the_sum_of_its_parts():
     assert baseline().epoch_ms == 1000.0
     assert baseline(border_ms=500.0, validation_ms=300.0).epoch_ms == 99 * 10.0 + 800.0
     assert baseline(batches=None).epoch_ms is None
 
 
-def test_settings_of_the_loader_go_together():
+def test_settings_of_the_loader_are_tried_together():
     settings = combine([TABLE["persistent-workers"], TABLE["pin-memory"], TABLE["fused"]])
     assert settings.loader == {"persistent_workers": True, "pin_memory": True}
     assert settings.callbacks == {"FusedOptimizers": {}}

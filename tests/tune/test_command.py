@@ -1,4 +1,4 @@
-"""The command from settings to exit status, without processes: what it keeps, goes on from, and refuses."""
+"""The tune command from settings to exit status, without processes: what it keeps, resumes from, and refuses."""
 
 import dataclasses
 import io
@@ -20,10 +20,10 @@ BATCHES = {"size": 8, "samples": 10_000, "drop_last": False, "optimizers": ["SGD
 
 
 class Still:
-    """A runner that measures what the table says, without noise; and what it was asked for."""
+    """A runner that returns the values of a table without noise, and records its calls."""
 
     cost, left = 1.0, 1e6
-    fault, at = None, 0  # what one of its calls raises
+    fault, at = None, 0  # the error that one of its calls raises
 
     def __init__(self, settings, candidates, interrupt, progress, scratch):
         assert scratch.is_dir()
@@ -84,17 +84,17 @@ def run(settings, **changes):
     return command.run_tune(dataclasses.replace(settings, **changes), said), said.getvalue()
 
 
-def test_a_search_for_some_settings_keeps_what_was_measured_of_others(settings):
+def test_a_search_for_some_settings_keeps_the_measurements_of_others(settings):
     run(settings)
     before = json.loads((settings.out / "measured.json").read_text())["alone"]
     run(settings, resume=True, only=("fused",))
     assert json.loads((settings.out / "measured.json").read_text())["alone"] == before
     run(settings, resume=True, only=("lean",))
-    assert made[-1].calls == [["default", "lean"]] * FINAL, "of the last comparison"
+    assert made[-1].calls == [["default", "lean"]] * FINAL, "from the last comparison"
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError])
-def test_what_was_measured_is_kept_where_the_search_ends_by_an_error(settings, fault, monkeypatch):
+def test_measurements_are_kept_after_an_error(settings, fault, monkeypatch):
     monkeypatch.setattr(Still, "fault", fault)
     monkeypatch.setattr(Still, "at", 1)
     with pytest.raises(fault):
@@ -118,7 +118,7 @@ def test_after_ctrl_c_the_exit_status_is_130(settings, monkeypatch):
         assert run(settings)[0] == 130
 
 
-def test_the_batch_size_is_searched_and_written(settings):
+def test_the_batch_size_is_found_and_written(settings):
     status, said = run(settings, batch_size=True)
     assert status == 0
     path = settings.out / "batch_size.md"
@@ -129,14 +129,14 @@ def test_the_batch_size_is_searched_and_written(settings):
     assert not (settings.out / "tune.md").exists()
 
 
-def test_after_ctrl_c_in_the_search_for_a_batch_size_what_was_measured_is_written(settings, monkeypatch):
+def test_after_ctrl_c_in_the_batch_size_search_the_measurements_are_written(settings, monkeypatch):
     monkeypatch.setattr(Still, "fault", InterruptedRunError)
     monkeypatch.setattr(Still, "at", 4)
     assert run(settings, batch_size=True)[0] == 130
     assert "the search was ended" in (settings.out / "batch_size.md").read_text()
 
 
-def test_a_device_that_is_not_there_is_refused(settings, monkeypatch):
+def test_a_missing_device_is_refused(settings, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(TurboError, match="torch sees no CUDA device: expected 'cpu' or 'auto'"):
         run(settings, device="cuda")
@@ -149,7 +149,7 @@ def refusal(settings, **changes):
     return str(error.value)
 
 
-def test_another_script_module_or_version_does_not_go_on(settings, tmp_path, monkeypatch):
+def test_a_search_is_not_resumed_with_another_script_module_or_version(settings, tmp_path, monkeypatch):
     package = tmp_path / "package_of_test"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('it was imported')")
@@ -176,7 +176,7 @@ def test_another_script_module_or_version_does_not_go_on(settings, tmp_path, mon
 
 
 @pytest.mark.parametrize("text", ['{"of": {', "{}", "[]", '{"of": null}', '{"baseline": {"odd": 1}}'])
-def test_a_file_that_is_cut_off_or_of_another_format_is_refused_in_one_line(settings, text, capsys):
+def test_a_truncated_or_invalid_results_file_is_refused_in_one_line(settings, text, capsys):
     settings.out.mkdir()
     if "baseline" in text:
         text = json.dumps({"of": command._origin(settings), **json.loads(text)})

@@ -1,4 +1,4 @@
-"""Two folders of results."""
+"""The comparison of two result folders."""
 
 import json
 import math
@@ -34,9 +34,9 @@ def draw(middle, seed, noise=0.03):
     (12.0, 5.0, 1, "1 of 2 steps got slower"),
     (10.0, 6.0, 1, "1 of 2 steps got slower"),
     (10.1, 5.05, 0, "None of 2 steps"),  # less than noise
-    (8.0, None, 1, "1 of 2 steps got slower"),  # it is faster as it is, and no setting is left that helps
+    (8.0, None, 1, "1 of 2 steps got slower"),  # the unchanged script is faster, and no setting helps any more
 ])  # fmt: skip
-def test_what_got_slower_beyond_noise_is_told_by_the_exit_status(default, chosen, status, said, tmp_path, capsys):
+def test_a_significant_slowdown_gives_a_failure_exit_status(default, chosen, status, said, tmp_path, capsys):
     before = write(tmp_path / "a", draw(10.0, 1), draw(5.0, 2))
     after = write(tmp_path / "b", draw(default, 3), draw(chosen, 4) if chosen else [])
     assert main(["tune", "compare", before, after]) == status
@@ -47,10 +47,10 @@ def test_what_got_slower_beyond_noise_is_told_by_the_exit_status(default, chosen
 LATE = "nothing is recommended: the time was over before the last comparison"
 
 
-def test_what_was_not_recommended_for_want_of_time_is_no_step_that_got_slower(tmp_path, capsys):
+def test_settings_not_recommended_for_lack_of_time_are_not_a_slowdown(tmp_path, capsys):
     before = write(tmp_path / "a", draw(10.0, 1), draw(5.0, 2))
     tens = draw(10.0, 3)
-    after = write(tmp_path / "b", tens, tens, settings=(), verdict=LATE)  # as tune writes those of what is chosen
+    after = write(tmp_path / "b", tens, tens, settings=(), verdict=LATE)  # as tune writes for the chosen settings
     slower = write(tmp_path / "c", draw(12.0, 3), verdict=LATE)
     for one, other, status, said in [
         (before, after, 0, "None of 1 step got slower"),
@@ -63,7 +63,7 @@ def test_what_was_not_recommended_for_want_of_time_is_no_step_that_got_slower(tm
         assert f"{slower if status else after}: nothing was recommended yet" in out
 
 
-def test_the_same_script_is_rarely_slower_by_chance(tmp_path):
+def test_the_same_script_is_rarely_reported_as_slower(tmp_path):
     found = []
     for seed in range(20):
         (tmp_path / str(seed)).mkdir()
@@ -72,7 +72,7 @@ def test_the_same_script_is_rarely_slower_by_chance(tmp_path):
     assert sum(found) == 0
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
+def test_results_that_cannot_be_compared_are_refused(tmp_path, capsys):
     good = write(tmp_path / "a", draw(10.0, 1))
     other = write(tmp_path / "b", draw(10.0, 1), processor="another one")
     few = write(tmp_path / "c", [10.0])

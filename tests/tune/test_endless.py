@@ -1,4 +1,4 @@
-"""A measured training begins again where it began, with its numbers, its schedules and its learning rates."""
+"""A measured training restarts from its beginning, with its counters, schedulers and learning rates."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from lightning_turbo.tune.endless import Endless
 
 
 class Over(Exception):
-    """Enough was seen."""
+    """Ends the run."""
 
 
 class Model(BoringModel):
-    """Its learning rate is a tensor, as a captured optimizer needs, and falls with each step."""
+    """Its learning rate is a tensor, as a capturable optimizer needs, and decreases with each step."""
 
     def __init__(self, endless):
         super().__init__()
@@ -51,7 +51,7 @@ SECOND = [(1, 0, 2, 0.25), (1, 1, 3, 0.125)]
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_training_with_a_rate_in_a_tensor_begins_again_where_it_began(resumed, tmp_path):
+def test_a_training_with_a_tensor_learning_rate_restarts_from_its_beginning(resumed, tmp_path):
     path = None
     if resumed:
         path = tmp_path / "first.ckpt"

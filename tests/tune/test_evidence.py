@@ -1,4 +1,4 @@
-"""An epoch is put together from its steps, its border and its validations."""
+"""The time of an epoch is computed from its steps, its boundary and its validations."""
 
 import math
 
@@ -32,11 +32,11 @@ def test_the_seconds_of_an_epoch(found, seconds):
     (Configuration(("lean",), mode="epoch"), "epoch with lean"),
     (Configuration(batch_size=64), "batch size 64"),
 ])  # fmt: skip
-def test_a_configuration_is_named_by_what_it_changes(configuration, name):
+def test_a_configuration_is_named_by_its_changes(configuration, name):
     assert str(configuration) == name
 
 
-def test_the_factor_of_an_epoch_has_that_of_a_step_beside_it():
+def test_the_factor_of_an_epoch_is_shown_with_that_of_a_step():
     comparison = Comparison()
     for _ in range(2):
         comparison.add(row(0.05, borders=[0.1]), row(0.1, borders=[0.1]))
@@ -52,28 +52,28 @@ def test_the_factor_of_an_epoch_has_that_of_a_step_beside_it():
 UNKNOWN = {"batches": None, "borders": []}
 
 
-def test_epochs_whose_length_follows_from_the_training_are_compared_at_the_length_of_the_script_as_it_is():
+def test_epochs_of_variable_length_are_compared_at_the_length_of_the_unchanged_script():
     comparison = Comparison()
     comparison.add(row(0.1, batches=30, borders=[4.0]), row(0.1, batches=20, borders=[4.0]))
-    assert comparison.ratio == pytest.approx(1.0), "more batches are no slower setting"
+    assert comparison.ratio == pytest.approx(1.0), "more batches do not make a setting slower"
     comparison.add(row(0.05, batches=10, borders=[4.0]), row(0.1, batches=20, borders=[4.0]))
     assert math.exp(comparison.logs[1]) == pytest.approx((19 * 0.05 + 4.0) / (19 * 0.1 + 4.0))
 
 
 @pytest.mark.parametrize("unknown", [(0,), (1,), (0, 1)], ids=["with it", "without it", "both"])
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_epoch_is_not_compared_with_a_step(unknown, at):
-    """A generator has no length, and not every process has come to an end of it."""
+def test_an_epoch_time_is_not_compared_with_a_step_time(unknown, at):
+    """A generator has no length, and not every process has reached its end."""
     comparison = Comparison()
     for pair in range(2):
         sides = [row(seconds, **UNKNOWN) if pair == at and side in unknown else row(seconds, borders=[4.0])
                  for side, seconds in enumerate((0.05, 0.1))]  # fmt: skip
         comparison.add(*sides)
-    assert comparison.logs == pytest.approx([math.log(0.5)] * 2), "of steps alone, in all pairs"
+    assert comparison.logs == pytest.approx([math.log(0.5)] * 2), "only of steps, in all pairs"
     assert str(comparison) == "a step 2.00 times as fast (2.00 to 2.00)"
 
 
-def test_a_process_that_fails_leaves_the_others_as_they_are():
+def test_a_failed_process_does_not_change_the_others():
     comparison = Comparison()
     for below in (row(0.1, borders=[0.1]), {**new_row(), "status": "failed"}, row(0.1, borders=[0.1])):
         comparison.add(row(0.05, borders=[0.1]), below)

@@ -1,4 +1,4 @@
-"""Processes that start as copies of one that has imported what they need."""
+"""Processes that are forked from one that has imported everything."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def start(server, tmp_path):
-    """Start copies, which are closed at the end."""
+    """Start forked processes, and close them at the end."""
     with contextlib.ExitStack() as started:
 
         def start_one():
@@ -60,7 +60,7 @@ def start(server, tmp_path):
         yield start_one
 
 
-def test_copies_have_what_was_imported_and_a_session_a_log_and_an_environment(start, tmp_path):
+def test_forked_processes_have_the_imports_and_their_own_session_log_and_environment(start, tmp_path):
     copies = [start(), start()]
     found = [each.listen(60.0) for each in copies]
     assert len({each["pid"] for each in found}) == 2
@@ -71,7 +71,7 @@ def test_copies_have_what_was_imported_and_a_session_a_log_and_an_environment(st
     assert [path.read_text() for path in sorted(tmp_path.glob("*.log"))] == ["a word\n", "a word\n", "imported\n"]
 
 
-def test_the_end_of_a_copy_is_told_as_that_of_any_process(start):
+def test_the_end_of_a_forked_process_is_reported_as_that_of_any_process(start):
     for order, words in (({"end": 3}, "ended with exit status 3"), ({"end": 0}, "ended with exit status 0")):
         copy = start()
         copy.listen(60.0)
@@ -86,7 +86,7 @@ def test_the_end_of_a_copy_is_told_as_that_of_any_process(start):
         killed.listen(60.0)
 
 
-def test_a_copy_is_waited_for_and_ended(server, tmp_path):
+def test_a_forked_process_is_joined_and_ended(server, tmp_path):
     with (tmp_path / "copy.log").open("wb") as log:
         copy = server.popen([sys.executable, "-m", "program"], stderr=log)
     assert copy.poll() is None
@@ -99,13 +99,13 @@ def test_a_copy_is_waited_for_and_ended(server, tmp_path):
     copy.stdout.close()
 
 
-def test_the_answer_to_an_order_that_was_given_up_is_no_answer_to_the_next(server):
+def test_a_late_answer_is_not_taken_for_that_of_the_next_order(server):
     server._orders.send(json.dumps({"number": -1, "start": "program"}).encode())
     assert server.ask({"start": "program"})["number"] == 0
 
 
-def test_the_end_of_a_copy_whose_status_was_lost_is_told(server, tmp_path):
-    """Ctrl-C came between the order and its answer."""
+def test_the_end_of_a_forked_process_with_a_lost_status_is_reported(server, tmp_path):
+    """Ctrl-C was pressed between the order and its answer."""
     with (tmp_path / "copy.log").open("wb") as log:
         copy = server.popen([sys.executable, "-m", "program"], stderr=log)
     os.kill(copy.pid, signal.SIGKILL)
@@ -114,10 +114,10 @@ def test_the_end_of_a_copy_whose_status_was_lost_is_told(server, tmp_path):
     assert copy.wait(60.0) == UNKNOWN
     copy.stdin.close()
     copy.stdout.close()
-    assert server.ask({"start": "program"})["pid"], "the server goes on"
+    assert server.ask({"start": "program"})["pid"], "the server continues"
 
 
-def test_a_server_that_has_died_starts_nothing_and_says_why(server, tmp_path):
+def test_a_dead_fork_server_starts_nothing_and_says_why(server, tmp_path):
     os.kill(server._process.pid, signal.SIGKILL)
     with (tmp_path / "copy.log").open("wb") as log, pytest.raises(TurboError, match="no process could be started"):
         server.popen([sys.executable, "-m", "program"], stderr=log)
@@ -127,7 +127,7 @@ def test_a_server_that_has_died_starts_nothing_and_says_why(server, tmp_path):
     absent.close()
 
 
-def test_a_server_that_dies_before_it_answers_has_not_answered(server, monkeypatch):
+def test_a_fork_server_that_dies_before_its_answer_has_not_answered(server, monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.shutdown(socket.SHUT_WR)
     with ours, theirs, monkeypatch.context() as patch:
@@ -135,7 +135,7 @@ def test_a_server_that_dies_before_it_answers_has_not_answered(server, monkeypat
         assert server.ask({"poll": 1}) == {}
 
 
-def test_a_system_that_starts_no_further_process_is_told_and_the_server_goes_on(monkeypatch):
+def test_a_failed_fork_is_reported_and_the_server_continues(monkeypatch):
     def fork():
         raise BlockingIOError("Resource temporarily unavailable")
 
@@ -150,7 +150,7 @@ def test_a_system_that_starts_no_further_process_is_told_and_the_server_goes_on(
     assert found == [{"number": number, "error": "Resource temporarily unavailable"} for number in range(2)]
 
 
-def test_a_server_ends_with_the_program_that_made_it(tmp_path):
+def test_a_fork_server_ends_with_the_program_that_started_it(tmp_path):
     (tmp_path / "maker.py").write_text(
         "import os\nfrom pathlib import Path\nfrom lightning_turbo.tune.fork_server import ForkServer\n"
         "made = ForkServer([], log=Path('log'), folder='.', environment={**os.environ})\n"

@@ -1,4 +1,4 @@
-"""What a measured run may write, and what a script that trips over it is told."""
+"""What a measured run may write, and the explanation for a script that fails because of it."""
 
 from types import SimpleNamespace
 
@@ -9,11 +9,11 @@ from lightning_turbo.tune.muted import Muted, SilentLogger
 
 
 class WandbLogger(DummyLogger):
-    """Named like one that an environment variable disables."""
+    """Has the name of a logger that an environment variable disables."""
 
 
 class MLFlowLogger:
-    """Asks a server for everything."""
+    """Sends every request to a server."""
 
     save_dir = "files"
 
@@ -22,7 +22,7 @@ class MLFlowLogger:
 
 
 class Own:
-    """Writes somewhere."""
+    """A logger of the user that writes files."""
 
     name, version, save_dir, log_dir = "own", 3, "files", "files/own/3"
 
@@ -38,7 +38,7 @@ def mute(*loggers):
     return muted, trainer
 
 
-def test_a_logger_that_writes_nothing_by_itself_stays():
+def test_a_logger_that_writes_nothing_is_not_muted():
     logger = WandbLogger()
     muted, trainer = mute(logger)
     assert trainer.loggers == [logger]
@@ -49,7 +49,7 @@ def test_a_logger_that_writes_nothing_by_itself_stays():
     (Own(), ("own", 3, "files", "files/own/3")),
     (MLFlowLogger(), ("muted", "muted", "files", None)),
 ], ids=["its own", "a remote one"])  # fmt: skip
-def test_where_a_logger_writes_can_be_read_without_asking_a_server(logger, read):
+def test_the_folder_of_a_muted_logger_can_be_read_without_a_server(logger, read):
     _, trainer = mute(logger)
     (silent,) = trainer.loggers
     assert (silent.name, silent.version, silent.save_dir, silent.log_dir) == read
@@ -61,7 +61,7 @@ def test_where_a_logger_writes_can_be_read_without_asking_a_server(logger, read)
     (f"{SilentLogger.__name__} has no len()", "tune has another logger in the place of Own"),
     ("division by zero", ""),
 ])  # fmt: skip
-def test_an_error_over_what_is_muted_is_explained_and_no_other(error, reason):
+def test_only_errors_caused_by_muting_are_explained(error, reason):
     muted, trainer = mute(Own())
     for name in ("a", "b"):
         trainer.strategy.save_checkpoint({}, f"folder/{name}.ckpt")

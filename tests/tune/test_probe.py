@@ -1,4 +1,4 @@
-"""What goes into the Trainer of a script, and what is found out about it before anything is measured."""
+"""Settings that are applied to the Trainer of a script, and what is read from it before measuring."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -20,18 +20,18 @@ from lightning_turbo.tune.probe import Probe, change_loader, prepare_trainer, tr
     ([nn.Conv3d(1, 4, 3), nn.InstanceNorm3d(4)], True, True),
     ([nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4)], False, True),
     ([nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4)], True, False),
-    ([nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)], True, False),  # which keeps a part of the bias
+    ([nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)], True, False),  # this keeps a part of the bias
     ([nn.Linear(1, 4), nn.BatchNorm1d(4)], False, False),
 ])  # fmt: skip
-def test_a_network_has_what_a_candidate_changes(layers, convolutions, norms):
+def test_a_candidate_needs_the_layers_that_it_changes(layers, convolutions, norms):
     found = describe_network(nn.Sequential(*layers))
     assert (found["convolutions"], found["norms"], found["float32 weights"]) == (convolutions, norms, True)
 
 
-@pytest.mark.parametrize(("dtype", "told"), [(torch.float64, False), (torch.bfloat16, True)])
-def test_one_weight_in_float64_is_enough(dtype, told):
+@pytest.mark.parametrize(("dtype", "found"), [(torch.float64, False), (torch.bfloat16, True)])
+def test_a_network_with_one_float64_weight_is_not_a_float32_network(dtype, found):
     network = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1).to(dtype))
-    assert describe_network(network)["float32 weights"] == told
+    assert describe_network(network)["float32 weights"] == found
 
 
 def probe_of(*orders, mode="step"):
@@ -62,8 +62,8 @@ def test_a_script_of_one_device_is_measured_on_several_ranks(strategy, kind):
     assert made._ddp_kwargs.get("static_graph", False) == bool(strategy)
 
 
-def test_a_search_for_a_learning_rate_is_left_alone():
-    """It runs the Trainer without the callbacks of the script."""
+def test_the_learning_rate_finder_is_not_measured():
+    """The finder runs the Trainer without the callbacks of the script."""
     trainer, probe = plain_trainer(), probe_of()
     prepare(trainer, probe)
     trainer.strategy.setup_environment()
@@ -81,13 +81,13 @@ def test_a_search_for_a_learning_rate_is_left_alone():
     ({"persistent_workers": True, "pin_memory": True}, 0, {"persistent_workers": False, "pin_memory": True}),
     ({}, 1, {"persistent_workers": False, "pin_memory": False}),
 ])  # fmt: skip
-def test_settings_of_a_loader_are_applied_and_workers_persist_only_where_there_are_any(settings, workers, changed):
+def test_loader_settings_are_applied_and_persistent_workers_need_workers(settings, workers, changed):
     loader = DataLoader([1.0, 2.0], num_workers=workers)
     assert change_loader(loader, settings, 0, probe_of()) is loader
     assert {name: getattr(loader, name) for name in changed} == changed
 
 
-def test_another_version_of_lightning_that_makes_its_trainers_elsewhere_is_told():
+def test_a_version_of_lightning_without_the_patched_trainer_is_reported():
     with pytest.raises(RuntimeError, match="No Trainer is under construction"):
         trainer_in_construction()
 
@@ -95,7 +95,7 @@ def test_another_version_of_lightning_that_makes_its_trainers_elsewhere_is_told(
 OUTPUTS = [{"loss": torch.tensor(1.0)}, {}, None, torch.tensor(2.0), torch.ones(2)]
 
 
-def test_only_a_loss_of_one_number_is_compared():
+def test_only_scalar_losses_are_compared():
     probe = probe_of({"order": "round", "lead": 0, "steps": 99})
     probe.validation = SimpleNamespace(since_step=0.0)
     for outputs in OUTPUTS:
@@ -103,7 +103,7 @@ def test_only_a_loss_of_one_number_is_compared():
     assert [loss.item() for loss in probe.losses] == [1.0, 2.0]
 
 
-def test_a_script_without_borders_goes_on_where_further_rounds_are_ordered():
+def test_a_script_without_epoch_boundaries_continues_with_further_rounds():
     rounds, heard = {"order": "round", "lead": 0, "steps": 1}, []
     orders = iter([{"order": "border"}, rounds, {"order": "border"}, rounds])
 

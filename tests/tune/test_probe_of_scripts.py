@@ -1,4 +1,4 @@
-"""What a script reads of its Trainer is its own while it is measured; what is muted is told if it trips over it."""
+"""A measured script reads the values of its own Trainer, and errors caused by muting are explained."""
 
 import dataclasses
 import gc
@@ -71,11 +71,11 @@ TABLE = {each.name: each for each in list_candidates(2)}
 
 
 class Ended(BaseException):
-    """In place of the end of this process."""
+    """Raised instead of ending this process."""
 
 
 def run(monkeypatch, *, names=(), mode="step", steps=30, lengths=(), **places):
-    """Measure the script in this process, with lines for its places."""
+    """Measure the script in this process, with lines inserted in its places."""
 
     def end_process(status=0):
         if not isinstance(sys.exc_info()[1], Ended):
@@ -160,8 +160,8 @@ def test_a_script_reads_its_own_loader(mode, lengths, monkeypatch):
     assert run(monkeypatch, mode=mode, lengths=lengths, epoch=read)["losses"]
 
 
-def test_it_begins_again_where_its_training_would_end(monkeypatch):
-    """Three epochs of eight steps, again and again; the weights go on."""
+def test_a_measured_training_restarts_where_it_would_end(monkeypatch):
+    """Three epochs of eight steps, repeatedly, with continuing weights."""
     found = run(monkeypatch, steps=60, step="note('steps', f'{self.current_epoch}.{batch_idx} ')")
     seen = Path("steps").read_text().split()
     whole = [f"{epoch}.{batch}" for epoch in range(3) for batch in range(8)]
@@ -181,7 +181,7 @@ def test_how_often_an_epoch_is_validated(arguments, validations, epochs, monkeyp
     assert (facts["validations"], facts["epochs"], facts["batches"]) == (validations, epochs, 8)
 
 
-def test_a_border_is_reached_in_a_long_epoch_and_a_validation_is_projected(monkeypatch):
+def test_the_boundary_of_a_long_epoch_is_reached_and_its_validation_is_projected(monkeypatch):
     long = '"limit_train_batches": 1000, "limit_val_batches": 50'
     text = SCRIPT.replace("torch.randn(32, 8), torch.arange(32)", "torch.randn(8000, 8), torch.arange(8000)")
     text = text.replace("self.seen.append", "__import__('time').sleep(0.01); self.seen.append")
@@ -190,7 +190,7 @@ def test_a_border_is_reached_in_a_long_epoch_and_a_validation_is_projected(monke
     seen = [int(each) for each in Path("batches").read_text().split()]
     assert found["facts"]["batches"] == 1000
     at = seen.index(999)
-    assert seen[:at] == list(range(at)), "the last batch follows at once"
+    assert seen[:at] == list(range(at)), "the last batch follows immediately"
     assert seen[at + 1] == 0, "and then the next epoch"
     assert len(found["borders"]) == 1
     assert found["validations"][-1] >= 50 * 0.01, "two of its batches stand for all"
@@ -199,31 +199,31 @@ def test_a_border_is_reached_in_a_long_epoch_and_a_validation_is_projected(monke
 @pytest.mark.parametrize(("lengths", "steps", "arguments", "batches", "borders", "validations", "epochs"), [
     ([8], 30, "", 8, 4, 1.0, 3),
     ([6, 8], 30, "", 7, 5, 1.0, 3),  # 6, 8, 6, 8, 6 and a part
-    ([50], 10, "", 50, 1, 1.0, 3),  # it goes on to the end of the first epoch
+    ([50], 10, "", 50, 1, 1.0, 3),  # it continues to the end of the first epoch
     ([8], 30, '"val_check_interval": 3', 8, 4, 2.0, 3),
     ([8], 30, '"val_check_interval": 10', 8, 4, 0.0, 3),
     ([8], 40, '"max_epochs": -1, "max_steps": 20', 8, 6, 1.0, 2.5),  # 8, 8, and 4 of the third
     ([2], 10, "", 2, 10, 1.0, 3),
 ])  # fmt: skip
-def test_where_nobody_knows_how_long_an_epoch_is_those_that_end_tell_it(
+def test_epochs_of_unknown_length_are_measured_when_they_end(
     lengths, steps, arguments, batches, borders, validations, epochs, monkeypatch
 ):
     found = run(monkeypatch, lengths=lengths, steps=steps, arguments=arguments)
     facts = found["facts"]
     assert (facts["batches"], facts["validations"], facts["epochs"]) == (batches, validations, epochs)
     assert len(found["borders"]) == borders
-    assert min(found["borders"]) >= 0.05, "the rollouts are in the border"
+    assert min(found["borders"]) >= 0.05, "the rollouts are in the boundary"
 
 
-def test_the_end_of_an_endless_epoch_is_not_waited_for(monkeypatch):
+def test_an_endless_epoch_is_not_awaited(monkeypatch):
     monkeypatch.setattr("lightning_turbo.tune.probe.BORDER_SECONDS", 0.1)
     found = run(monkeypatch, lengths=[10**9])
     assert (found["facts"]["batches"], found["borders"]) == (None, [])
 
 
 @pytest.mark.parametrize("lengths", [(), [8]], ids=["a dataset", "a generator"])
-def test_garbage_is_collected_before_what_is_measured(lengths, monkeypatch):
-    """A full collection takes longer than some steps, and would be in the one border of some settings only."""
+def test_garbage_is_collected_before_measurements(lengths, monkeypatch):
+    """A full collection takes longer than some steps, and would be in the only boundary of some settings."""
     heard = "if not hasattr(self, 'hears'): import gc; self.hears = True; gc.callbacks.append(lambda phase, info: "
     heard += "note('seen', '-full') if (phase, info['generation']) == ('stop', 2) else None)"
     steps = "note('seen', f' {self.current_epoch}.{batch_idx}')"
@@ -247,7 +247,7 @@ TRIPS = {
 
 
 @pytest.mark.parametrize("places", TRIPS.values(), ids=list(TRIPS))
-def test_a_script_that_trips_over_what_is_muted_is_told(places, monkeypatch):
+def test_an_error_caused_by_muting_is_explained_to_the_script(places, monkeypatch):
     with pytest.raises(
         SkippedError, match=r"tune writes no checkpoint, and the script reads .*ckpt \(FileNotFoundError"
     ):

@@ -1,4 +1,4 @@
-"""What is written after a search."""
+"""The files that are written after a search."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from lightning_turbo.tune.search import FINAL, Search
 
 
 class Still:
-    """A runner that measures what the table says, without noise."""
+    """A runner that returns the values of a table without noise."""
 
     cost, left = 1.0, 1e6
     validations = ()  # seconds
@@ -54,7 +54,7 @@ EPOCHS = {
 }
 
 
-def test_whole_epochs_are_told_beside_what_was_to_be_expected():
+def test_measured_epochs_are_reported_with_the_expected_time():
     compared = compare_epochs(EPOCHS, Comparison([math.log(0.4), math.log(0.6)]))
     text = describe_epochs(compared)
     assert "10.0 s without and 6.00 s with it: 1.67 times as fast" in text
@@ -71,13 +71,13 @@ def test_whole_epochs_are_told_beside_what_was_to_be_expected():
     assert "not measured: chosen failed: no data" in describe_epochs(failed)
 
 
-def test_what_was_promised_of_steps_alone_is_told_so():
+def test_a_prediction_from_steps_only_is_reported_as_such():
     promise = Comparison([math.log(0.5)], of_epochs=False)
     assert "promised were of training steps alone 2.00 (" in describe_epochs(compare_epochs(EPOCHS, promise))
 
 
 class Epochs:
-    """A runner whose processes train for some rounds, and end with the next of these numbers of seconds, or fail."""
+    """A runner whose processes train for some rounds, and return the next of these times or fail."""
 
     def __init__(self, *seconds, rounds=2):
         self.seconds, self.order_of_starts, self.calls, self.rounds = iter(seconds), [], [], rounds
@@ -116,7 +116,7 @@ class Epoch:
         self.runner.calls.append(f"{self.name} closed")
 
 
-def test_two_processes_train_their_epochs_alternately():
+def test_two_processes_train_epochs_alternately():
     runner = Epochs(4.0, 2.0, *[None] * 2)
     train_epochs(runner, Configuration(("O1",)), 1.0, Interrupt())
     held = ["without held", "with held"]
@@ -141,18 +141,18 @@ def test_short_epochs_are_trained_in_several_pairs(monkeypatch):
     ((4.0, None), None, "chosen failed: no data"),
     ((None,), None, "default failed: no data"),
 ])  # fmt: skip
-def test_of_long_epochs_one_pair_is_trained(seconds, factors, error, monkeypatch):
+def test_long_epochs_are_trained_in_one_pair(seconds, factors, error, monkeypatch):
     monkeypatch.setattr(epochs, "ENOUGH", 0.0)
     found = train_epochs(Epochs(*seconds), Configuration(("O1",)), 1.0, Interrupt())
     assert (found.get("factors"), found.get("error")) == (factors, error)
 
 
-def test_pairs_that_are_whole_count_where_a_later_one_fails():
+def test_complete_pairs_count_if_a_later_one_fails():
     found = train_epochs(Epochs(4.0, 2.0, 1.0, None), Configuration(("O1",)), 1.0, Interrupt())
     assert found["factors"] == [2.0]
 
 
-def test_an_epoch_and_the_fit_are_told_where_their_length_is_known():
+def test_the_times_of_an_epoch_and_the_fit_are_reported_if_their_length_is_known():
     runner = Still({"O1": 0.5})
     runner.facts = {"lacks": ["cuda"], "batches": 250, "epochs": 90}
     found = Search(select(list_candidates(2), ["O1"]), runner)
@@ -168,7 +168,7 @@ NAMES = ("O1", "fused", "lean", "tf32")
 HEADLINE = "a step 2.50 times as fast (2.50 to 2.50) with fused + O1, other maths"  # epochs have no length here
 
 
-def test_the_files_hold_what_was_found(tmp_path):
+def test_the_result_files_contain_the_findings(tmp_path):
     found = search({"O1": 0.5, "fused": 0.8}, *NAMES)
     results = make_results(found, ["python", "train.py"])
     paths = write_results(found, results, tmp_path)
@@ -177,7 +177,7 @@ def test_the_files_hold_what_was_found(tmp_path):
     assert results["default"]["step_ms"] == 4.0
     assert set(results["default"]["processes_ms"]) == {4.0}
     assert results["chosen"]["processes_ms"] == pytest.approx([1.6] * (4 + FINAL)), (
-        "of the elimination and the last comparison"
+        "from the elimination and the last comparison"
     )
     assert results["headroom"]["waiting_ms"] == pytest.approx(1.0)
     rows = {row["name"]: row for row in results["candidates"]}
@@ -193,7 +193,7 @@ def test_the_files_hold_what_was_found(tmp_path):
 
 
 @pytest.mark.parametrize("word", ["name=${model}_${seed}", r"C:\Users\me", r"$\xi$", '"""', "two\nlines", "'\\"])
-def test_the_command_may_have_any_word(word, tmp_path):
+def test_the_measured_command_may_contain_any_characters(word, tmp_path):
     found = search({"threads-1": 0.5}, "threads-1")  # with a line on how to start it
     paths = write_results(found, make_results(found, ["python", "train.py", word]), tmp_path)
     compile(paths[3].read_text(), "turbo.py", "exec")
@@ -202,7 +202,7 @@ def test_the_command_may_have_any_word(word, tmp_path):
     assert paths[4].name == "tune.png"
 
 
-def test_what_is_to_be_written_by_hand_stands_in_every_file(tmp_path):
+def test_settings_to_change_manually_are_in_every_file(tmp_path):
     runner = Still({"augment-batches": 0.5})
     runner.facts = {"lacks": ["cuda"], "random_part": "take RandFlipd out of the dataset's transforms"}
     found = Search(select(list_candidates(2), ["augment-batches"]), runner)
@@ -213,7 +213,7 @@ def test_what_is_to_be_written_by_hand_stands_in_every_file(tmp_path):
         assert "For augment-batches take RandFlipd out of the dataset's transforms" in path.read_text()
 
 
-def test_the_words_come_first_and_fit_a_terminal_and_markdown():
+def test_the_summary_comes_first_and_fits_a_terminal_and_markdown():
     text = as_text(make_results(search({"O1": 0.5, "fused": 0.8}, *NAMES), ["python", "train.py"]))
     verdict, why, then, table, *_ = text.split("\n\n")
     assert verdict == f"`python train.py`: {HEADLINE}: losses in the picture."
@@ -232,7 +232,7 @@ def test_the_words_come_first_and_fit_a_terminal_and_markdown():
     assert len({line.index("|", 2) for line in table.splitlines() if "---" not in line}) == 1, "in columns"
 
 
-def test_without_losses_there_is_no_panel_of_losses(tmp_path, monkeypatch):
+def test_the_plot_has_no_panel_without_losses(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr("lightning_turbo.tune.report.draw_bars", lambda bars, path, **more: drawn.update(more))
     for manual in (False, True):
@@ -243,7 +243,7 @@ def test_without_losses_there_is_no_panel_of_losses(tmp_path, monkeypatch):
         assert ("losses in the picture" in results["verdict"]) == (not manual)
 
 
-def test_nothing_is_written_as_nothing(tmp_path):
+def test_an_empty_search_is_reported_as_empty(tmp_path):
     made = search({}, "lean")
     results = make_results(made, ["python", "train.py"])
     assert results["chosen"]["settings"] == []
@@ -254,17 +254,17 @@ def test_nothing_is_written_as_nothing(tmp_path):
     assert make_results(Search([], Still({})), ["python"])["headroom"] is None, "ended before anything was measured"
 
 
-@pytest.mark.parametrize(("validations", "told"), [
+@pytest.mark.parametrize(("validations", "duration"), [
     (0.0, "1.00 s (250 steps, border 0.000 s)"),
     (2.0, "7.00 s (250 steps, border 0.000 s, validation 6.00 s)"),
 ])  # fmt: skip
-def test_a_validation_is_told_as_a_part_of_the_epoch(validations, told):
+def test_a_validation_is_reported_as_a_part_of_the_epoch(validations, duration):
     runner = Still({})
     runner.facts = {"lacks": ["cuda"], "batches": 250, "validations": validations}
     runner.validations = [2.0, 3.0, 8.0]
     made = Search(select(list_candidates(2), ["lean"]), runner)
     made.run()
-    assert f"An epoch takes about {told}." in as_text(make_results(made, ["python"]))
+    assert f"An epoch takes about {duration}." in as_text(make_results(made, ["python"]))
 
 
 AHEAD = "loading ahead can make it {} times as fast at most"
@@ -277,12 +277,12 @@ AHEAD = "loading ahead can make it {} times as fast at most"
     ((40.0, 0.1), 0, "40.0 ms, and the loader alone 0.100 ms a batch: loading ahead cannot help"),
     ((0.2, 90.0), 0, "0.200 ms, and the loader alone 90.0 ms a batch: loading takes nearly all of the time"),
 ])  # fmt: skip
-def test_the_headroom_in_a_sentence(times, workers, sentence):
+def test_the_sentence_about_the_headroom(times, workers, sentence):
     baseline = Baseline(step_ms=64.0, one_batch_ms=times[0], loader_ms=times[1], num_workers=workers)
     assert describe_headroom(baseline) == f"Your step takes 64.0 ms, with one batch again and again {sentence}."
 
 
-def test_without_matplotlib_there_is_no_picture_and_none_is_promised(tmp_path, monkeypatch):
+def test_without_matplotlib_no_plot_is_written_or_mentioned(tmp_path, monkeypatch):
     (tmp_path / "tune.png").write_text("of an earlier search")
     monkeypatch.setattr("lightning_turbo.measure.picture.installed", lambda name: name != "matplotlib")
     found = search({"O1": 0.5}, "O1")
@@ -293,7 +293,7 @@ def test_without_matplotlib_there_is_no_picture_and_none_is_promised(tmp_path, m
 
 
 class Late(Still):
-    """A runner whose time is over before the unchanged script is measured."""
+    """A runner whose time limit is reached before the unchanged script is measured."""
 
     left = 0.0
 
@@ -301,7 +301,7 @@ class Late(Still):
         raise InterruptedRunError
 
 
-def test_a_script_too_slow_for_the_time_is_told_that_the_time_is_too_short():
+def test_a_script_too_slow_for_the_time_limit_is_reported():
     made = Search(list_candidates(2), Late({}))
     made.run()
     results = make_results(made, ["python", "train.py"])

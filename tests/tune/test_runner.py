@@ -1,4 +1,4 @@
-"""How long rounds are, in which order they run, and which processes start as forks: with processes that only answer."""
+"""The length and order of rounds, and which processes are forked, tested with fake processes."""
 
 import dataclasses
 import os
@@ -53,7 +53,7 @@ class Answers:
 
 
 class Servers:
-    """Records the servers that are made, and what they start."""
+    """Records the fork servers that are created and the processes that they start."""
 
     def __init__(self):
         self.made = []
@@ -100,7 +100,7 @@ def make(tmp_path, made):
         (10.0, 1, 1, 1, 3),
         (10.0, 3, 3, 1, 4),
         (0.0, 1, 500, 63, 250),
-        (0.0, 600, 600, 75, 601),  # one window may be longer than a round otherwise is
+        (0.0, 600, 600, 75, 601),  # one window may be longer than a usual round
     ],
 )
 def test_rounds_of_a_fifth_of_a_second_consist_of_whole_windows(make, step_seconds, accumulate, steps, lead, warmup):
@@ -122,7 +122,7 @@ def test_the_second_comparison_starts_the_processes_in_the_opposite_order(make, 
 
 
 @pytest.mark.parametrize("batches", [10, 0])
-def test_after_a_process_without_a_border_no_other_one_waits_for_it(make, made, monkeypatch, batches):
+def test_after_a_process_without_an_epoch_boundary_no_other_one_waits_for_it(make, made, monkeypatch, batches):
     monkeypatch.setattr(Answers, "facts", {**Answers.facts, "batches": batches})
     measured = make()
     measured.measure([DEFAULT])
@@ -131,7 +131,7 @@ def test_after_a_process_without_a_border_no_other_one_waits_for_it(make, made, 
 
 
 @pytest.mark.parametrize(("device", "ranks", "forks"), [("cpu", 1, CAN_FORK), ("cuda:0", 1, False), ("cpu", 2, False)])
-def test_after_a_process_that_used_the_cpu_alone_the_others_are_forks(
+def test_after_a_process_that_used_only_the_cpu_the_others_are_forked(
     make, made, monkeypatch, tmp_path, device, ranks, forks
 ):
     servers = Servers()
@@ -153,7 +153,7 @@ def test_after_a_process_that_used_the_cpu_alone_the_others_are_forks(
         assert servers.modules == ["lightning_turbo.tune.worker", "lightning.pytorch"]
 
 
-def test_a_process_is_sent_its_script_and_settings(make, made, tmp_path):
+def test_a_process_receives_its_script_and_settings(make, made, tmp_path):
     make(ranks=2, device="cpu").spawn(dataclasses.replace(LEAN, mode="epoch"))
     make().spawn(DEFAULT)
     ours, plain = made

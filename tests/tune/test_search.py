@@ -1,4 +1,4 @@
-"""The search on a machine of the test's own: times come from a table, with noise, and a clock that is told."""
+"""The search on a simulated machine: times come from a table with noise, and the clock is simulated."""
 
 import json
 import math
@@ -17,7 +17,7 @@ NOT_HERE = ("cuda", "huge pages", "new workers")
 
 @pytest.fixture(autouse=True)
 def _plain_cpu(monkeypatch):
-    """The same order of trials on every machine."""
+    """Gives the same order of trials on every machine."""
     monkeypatch.setattr("lightning_turbo.tune.search.computes_in_bfloat16", lambda: False)
 
 
@@ -29,12 +29,12 @@ class Machine:
     """Measures configurations without running anything.
 
     Args:
-        factors: What each setting multiplies a step's time with; a pair, what both together do besides.
-        step: Seconds of a step as it is, with one batch, and of the loader alone.
-        noise: Standard deviation of the luck of a process.
+        factors: The factor of each setting on the time of a step; for a pair, the additional factor of both.
+        step: Seconds of a step of the unchanged script, with one batch, and of the loader only.
+        noise: Standard deviation between processes.
         seconds: Budget.
-        fails: Settings whose process fails, with the status and the reason.
-        losses: Settings that change the losses, and by how much.
+        fails: Settings whose process fails, with status and reason.
+        losses: Settings that change the losses, and the size of the change.
         cost: Seconds that a process takes.
         stop: After so many calls, Ctrl-C is pressed.
         facts: Of the script.
@@ -97,11 +97,11 @@ def search(machine, only=(), **options):
     ({}, ()),
     ({"fused": 0.9}, ("fused",)),
     ({"fused": 0.9, "lean": 0.8, "compile": 1.3}, ("lean", "fused")),
-    # The better one of a slot.
+    # The better of two settings for the same option.
     ({"bf16-mixed": 0.7, "O1": 0.5, "O2": 0.8}, ("O1",)),
-    # What helps alone and nothing more beside another one goes.
+    # A setting that helps alone, but not in addition to another one, is removed.
     ({"compile": 0.7, "lean": 0.9, ("compile", "lean"): 1 / 0.9}, ("compile",)),
-    # Of two that stand in each other's way the better one stays.
+    # The better of two conflicting settings stays.
     ({"compile": 0.8, "no-bias": 0.9, ("compile", "no-bias"): 1.3}, ("compile",)),
 ])  # fmt: skip
 def test_the_settings_that_help_together_are_found(factors, chosen):
@@ -116,7 +116,7 @@ def test_the_settings_that_help_together_are_found(factors, chosen):
         assert len(made.final.logs) == FINAL
 
 
-def test_where_nothing_helps_nothing_is_recommended():
+def test_nothing_is_recommended_if_nothing_helps():
     for seed in range(20):
         machine = Machine({}, noise=0.03)
         machine.draw.seed(seed)
@@ -125,17 +125,17 @@ def test_where_nothing_helps_nothing_is_recommended():
         assert "nothing helps here" in made.verdict
 
 
-def test_a_step_is_not_promised_where_an_epoch_is_something_else():
-    """Twenty steps of 4 ms, and 4 s in which the policy that is trained takes its own: ``lean`` saves 1 % of that."""
+def test_a_faster_step_is_not_promised_if_the_epoch_is_dominated_by_other_work():
+    """Twenty steps of 4 ms, and 4 s of rollouts: ``lean`` saves 1 % of an epoch."""
     rollouts = {"step": (0.004, 0.004, 0.0001), "noise": 0.01, "borders": [4.0], "facts": {"batches": 20}}
     made = search(Machine({"lean": 0.6}, **rollouts), ("lean",))
     assert made.chosen.names == () or made.final.ratio == pytest.approx((19 * 0.6 * 0.004 + 4) / (19 * 0.004 + 4), 1e-3)
     assert made.trials["lean"].alone.step_ratio == pytest.approx(0.6, rel=0.05)
     assert made.baseline.epoch_ms == pytest.approx(4076, rel=0.01)
-    assert made.runner.pace[0] == pytest.approx(0.204, rel=0.01), "rounds are short, or each would go over borders"
+    assert made.runner.pace[0] == pytest.approx(0.204, rel=0.01), "rounds are short, or each would cross boundaries"
 
 
-def test_an_epoch_whose_end_the_first_process_has_not_seen_is_known_by_the_next():
+def test_the_epoch_length_is_learned_from_a_later_process():
     class Late(Machine):
         def row(self, configuration):
             self.facts = {**self.facts, "batches": 20 if len(self.calls) > 1 else None}
@@ -146,21 +146,21 @@ def test_an_epoch_whose_end_the_first_process_has_not_seen_is_known_by_the_next(
 
 
 LOADERS = {"prefetch", "prefetch-threads", "workers-1", "workers-2"}
-SHARED = {"prefetch-omp-1", "workers-2-omp-1"}  # loading and the step, on the same cores
+SHARED = {"prefetch-omp-1", "workers-2-omp-1"}  # loading and the step use the same cores
 EVERYTHING = {"lean", "compile", *PRECISION, *PARTS, "release-gradients"}
 
 
 @pytest.mark.parametrize(("step", "lacks", "tried"), [
     ((0.010, 0.0099, 0.0001), (), EVERYTHING),
     ((0.010, 0.0002, 0.0098), (), LOADERS),
-    # On a busy machine the difference of two medians says nothing; what the loader takes by itself counts.
+    # On a busy machine the difference of two medians is unreliable, so the time of the loader alone counts.
     ((0.248, 0.249, 0.0209), ("compiler",), LOADERS | SHARED | EVERYTHING - {"compile", "lean"}),
     ((0.5, 0.5, 0.001), ("convolutions", "norms", "optimizer"),
      {"compile", *PRECISION, "release-gradients", "threads-1"}),
     ((0.5, 0.5, 0.001), ("own strategy", "own precision", "automatic"), set(PARTS)),
     ((0.010, 0.010, 0.0001), ("float32 weights", "Lightning 2.6"), EVERYTHING - {"lean", *PRECISION}),
 ])  # fmt: skip
-def test_what_the_headroom_rules_out_is_not_tried_and_says_so(step, lacks, tried):
+def test_candidates_beyond_the_headroom_are_skipped_with_a_reason(step, lacks, tried):
     machine = Machine({}, step=step, facts={"lacks": (*NOT_HERE, *lacks)})
     made = search(machine)
     assert {
@@ -176,7 +176,7 @@ def test_what_the_headroom_rules_out_is_not_tried_and_says_so(step, lacks, tried
         assert "the network's weights are float64" in made.trials["O1"].why
 
 
-def test_workers_as_many_as_the_loader_has_are_tried_where_they_stay_or_threads_change():
+def test_the_current_number_of_workers_is_tried_with_persistence_or_other_threads():
     table = list_candidates(8)
     baseline = Baseline(step_ms=10.0, one_batch_ms=5.0, loader_ms=9.0, num_workers=8, batches=20)
     for name, reason in {"workers-8": "the loader has as many", "workers-8-persistent": "", "workers-8-omp-4": "",
@@ -191,7 +191,7 @@ ENDS = ("kept: ", "no gain", "undecided because ", "no better than ", "failed: "
 @pytest.mark.parametrize("seconds", [60.0, 120.0, 180.0, 600.0, 3000.0])
 @pytest.mark.parametrize("step", [(0.010, 0.010, 0.0001), (0.010, 0.006, 0.005)])
 @pytest.mark.parametrize("noise", [0.005, 0.04])
-def test_the_budget_is_used_and_holds(seconds, step, noise):
+def test_the_time_budget_is_used_and_kept(seconds, step, noise):
     machine = Machine({"lean": 0.7, "fused": 0.8, "prefetch": 0.9}, step=step, noise=noise, seconds=seconds)
     made = search(machine)
     assert machine.left > -0.1 * seconds
@@ -202,16 +202,16 @@ def test_the_budget_is_used_and_holds(seconds, step, noise):
     ended = [trial for trial in made.trials.values() if trial.why.startswith("no gain: ")]
     assert not (late and seconds > 600)
     if late or not all(trial.alone.decided for trial in ended):
-        # What is left is less than one more group and the last comparison take, with their margin.
+        # The rest is shorter than another group and the last comparison, with their margin.
         assert machine.left < machine.cost * (5 + 0.4 * 12) + 0.5 * min(seconds, 120.0)
     if late:
         if not made.final.logs:
-            assert machine.left < 3 * machine.cost, "nothing was to be confirmed"
-        untold = f"{len(late)} of {len(made.trials)} settings were not tried" in made.verdict
-        assert made.chosen.names or untold or (made.interrupted and "the time was over" in made.verdict)
+            assert machine.left < 3 * machine.cost, "there was nothing to confirm"
+        untried_reported = f"{len(late)} of {len(made.trials)} settings were not tried" in made.verdict
+        assert made.chosen.names or untried_reported or (made.interrupted and "the time was over" in made.verdict)
 
 
-def test_undecided_settings_get_further_processes_the_best_first():
+def test_undecided_settings_get_more_processes_the_best_first():
     machine = Machine({"lean": 0.9, "fused": 0.96, "O1": 1.2}, noise=0.05, seconds=2000.0)
     made = search(machine, ("lean", "fused", "O1", "threads-1"))
     counts = {name: len(trial.alone.logs) for name, trial in made.trials.items()}
@@ -223,14 +223,14 @@ def test_undecided_settings_get_further_processes_the_best_first():
 @pytest.mark.parametrize(("factors", "chosen"), [
     ({"bf16-mixed": 0.7, "O1": 0.69}, "bf16-mixed"), ({"bf16-mixed": 0.7, "O1": 0.6}, "O1"),
 ])  # fmt: skip
-def test_of_two_of_a_kind_that_hardly_differ_the_plainer_one_is_recommended(factors, chosen):
+def test_the_simpler_of_two_similar_settings_is_recommended(factors, chosen):
     made = search(Machine(factors, noise=0.002), PRECISION)
     assert made.chosen.names == (chosen,)
     (other,) = set(factors) - {chosen}
     assert made.trials[other].why.startswith(f"no better than {chosen} of its kind: a step 1.")
 
 
-def test_lightnings_own_is_recommended_where_the_better_one_may_be_chance():
+def test_lightnings_setting_is_recommended_if_the_gain_of_another_is_not_significant():
     trials = Search(select(list_candidates(2), PRECISION), Machine({}))
     for name, logs in (("bf16-mixed", [-0.2, -0.3, -0.25]), ("O2", [-0.2, -0.3, -0.25]), ("O1", [-0.3, -0.4, -0.35])):
         trials.trials[name].alone.logs += logs
@@ -242,7 +242,7 @@ def test_lightnings_own_is_recommended_where_the_better_one_may_be_chance():
 @pytest.mark.parametrize(("bf16", "o1", "chosen"), [
     (-0.2, -0.35, "bf16-mixed"), (-0.1, -0.35, "O1"), (0.1, -0.35, "O1"), (-0.35, -0.2, "bf16-mixed"),
 ])  # fmt: skip
-def test_of_one_process_each_lightnings_own_is_confirmed_if_it_gains_half_as_much(bf16, o1, chosen):
+def test_with_one_process_each_lightnings_setting_is_confirmed_if_it_gains_half_as_much(bf16, o1, chosen):
     trials = Search(select(list_candidates(2), ("O1", "bf16-mixed", "fused")), Machine({}))
     for name, log in (("bf16-mixed", bf16), ("O1", o1), ("fused", -0.3)):
         trials.trials[name].alone.logs.append(log)
@@ -256,7 +256,7 @@ def test_fewer_processes_share_a_gpu(device, most):
     assert max(len(configurations) for configurations in machine.calls[2:]) == most
 
 
-def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
+def test_with_little_time_the_last_comparison_decides_about_the_best():
     machine = Machine({"lean": 0.75, "fused": 0.9}, noise=0.05, cost=8.0, seconds=150.0)
     made = search(machine, ("lean", "fused", "O1"))
     assert [len(trial.alone.logs) for trial in made.trials.values()] == [1, 1, 1]
@@ -267,7 +267,7 @@ def test_where_the_time_is_short_the_last_comparison_decides_about_the_best():
     assert made.trials["fused"].why.endswith("times as fast (in one process)")
 
 
-def test_where_the_time_is_short_what_was_not_tried_is_no_proof_that_nothing_helps():
+def test_with_little_time_untried_settings_are_not_reported_as_useless():
     class Lucky(Machine):
         def seconds(self, configuration):
             return super().seconds(configuration) * (
@@ -279,7 +279,7 @@ def test_where_the_time_is_short_what_was_not_tried_is_no_proof_that_nothing_hel
     assert made.verdict.endswith("the last comparison did not confirm channels-last")
 
 
-def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tried():
+def test_with_little_time_a_large_gain_is_confirmed_before_the_rest_is_tried():
     machine = Machine({"workers-2": 0.4}, step=(0.035, 0.002, 0.027), noise=0.02, cost=5.0, seconds=120.0)
     made = search(machine)
     assert made.chosen.names == ("workers-2",)
@@ -287,14 +287,14 @@ def test_where_the_time_is_short_a_large_gain_is_confirmed_before_the_rest_is_tr
 
 
 @pytest.mark.parametrize(("one_batch", "first"), [(0.009, "channels-last"), (0.0055, "prefetch"), (0.003, "prefetch")])
-def test_what_can_save_most_is_tried_first(one_batch, first):
+def test_the_setting_with_the_largest_possible_gain_is_tried_first(one_batch, first):
     machine = Machine({}, step=(0.010, one_batch, 0.010 - one_batch))
     search(machine)
     assert machine.calls[2][1] == Configuration((first,))
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 15])
-def test_ctrl_c_keeps_what_was_measured(stop):
+def test_ctrl_c_keeps_the_measurements(stop):
     machine = Machine({"channels-last": 0.7, "fused": 0.8}, noise=0.01, stop=stop)
     made = search(machine)
     assert made.interrupted
@@ -309,7 +309,7 @@ def test_ctrl_c_keeps_what_was_measured(stop):
     assert all(trial.why for trial in made.trials.values())
 
 
-def test_a_setting_that_fails_is_a_row_with_its_error():
+def test_a_failed_setting_is_a_row_with_its_error():
     machine = Machine(
         {"lean": 0.7}, fails={"compile": ("skipped", "it cannot be traced"), "fused": ("failed", "an error")}
     )
@@ -320,7 +320,7 @@ def test_a_setting_that_fails_is_a_row_with_its_error():
 
 
 class AtTheEnd(Machine):
-    """A machine on which all settings together do something else in the last comparison."""
+    """A machine on which the combination of all settings has another result in the last comparison."""
 
     def row(self, configuration):
         row = super().row(configuration)
@@ -328,7 +328,7 @@ class AtTheEnd(Machine):
         return {**row, **self.last} if is_last else row
 
 
-def test_what_fails_in_the_last_comparison_is_not_recommended():
+def test_settings_that_fail_in_the_last_comparison_are_not_recommended():
     machine = AtTheEnd({"lean": 0.7, "fused": 0.8}, noise=0.01)
     machine.last = {"status": "failed", "reason": "an error."}
     made = search(machine, ("lean", "fused"))
@@ -354,7 +354,7 @@ def test_same_maths_refuses_settings_that_change_the_losses_together():
     (0.7, {"lean": ["of lean"]}, "kept: "),
     (1.0, {"lean": ["of both"]}, "no gain: "),
 ])  # fmt: skip
-def test_a_setting_of_which_a_warning_says_that_it_has_no_effect_is_not_tried_again(factor, said, end):
+def test_a_setting_that_warns_of_no_effect_is_not_tried_again(factor, said, end):
     class Warned(Machine):
         def row(self, configuration):
             row = super().row(configuration)
@@ -368,13 +368,13 @@ def test_a_setting_of_which_a_warning_says_that_it_has_no_effect_is_not_tried_ag
     assert (tried == 1) == end.startswith("no effect")
 
 
-def test_a_setting_that_fails_is_not_counted_as_untried():
+def test_a_failed_setting_is_not_counted_as_untried():
     assert search(Machine({}, fails={"fused": ("failed", "an error")})).verdict == "nothing helps here"
 
 
 @pytest.mark.parametrize("status", ["failed", "skipped"])
-@pytest.mark.parametrize("cost", [2.0, 20.0])  # with the long processes one round is all that there is time for
-def test_settings_that_fail_together_are_taken_apart(cost, status):
+@pytest.mark.parametrize("cost", [2.0, 20.0])  # with long processes there is time for only one round
+def test_settings_that_fail_together_are_tried_separately(cost, status):
     class Picky(Machine):
         def row(self, configuration):
             if {"lean", "fused"} <= set(configuration.names):
@@ -393,7 +393,7 @@ def test_settings_that_fail_together_are_taken_apart(cost, status):
     ([{"fused", "channels-last"}, {"no-bias", "O1"}], ("fused", "O1")),
     ([{"fused", "channels-last", "no-bias"}], ("channels-last", "fused", "O1")),
 ])  # fmt: skip
-def test_what_fails_together_is_left_out_and_what_is_beside_it_stays(groups, chosen, device):
+def test_settings_that_fail_together_are_dropped_and_others_stay(groups, chosen, device):
     class Picky(Machine):
         def row(self, configuration):
             if any(group <= set(configuration.names) for group in groups):
@@ -409,7 +409,7 @@ def test_what_fails_together_is_left_out_and_what_is_beside_it_stays(groups, cho
         assert made.trials[name].why.startswith("failed: not together, beside ")
 
 
-def test_a_script_of_which_three_do_not_fit_at_once_is_measured_alone():
+def test_a_script_is_measured_alone_if_three_processes_do_not_fit():
     class Small(Machine):
         def measure(self, configurations):
             rows = super().measure(configurations)
@@ -429,7 +429,7 @@ def test_a_script_that_cannot_be_measured_is_refused():
     assert len(machine.calls) == 1
 
 
-def test_same_maths_keeps_only_what_keeps_every_bit():
+def test_same_maths_keeps_only_bitwise_equal_settings():
     machine = Machine({"lean": 0.7, "release-gradients": 0.8}, noise=0.01, losses={"lean": 1e-7})
     made = Search(select(list_candidates(2), same_maths=True), machine, same_maths=True)
     made.run()
@@ -439,7 +439,7 @@ def test_same_maths_keeps_only_what_keeps_every_bit():
     assert made.trials["lean"].why == "failed: it changes the losses, which --same-maths refuses"
 
 
-def test_a_second_search_goes_on_where_the_first_one_ended():
+def test_a_second_search_resumes_the_first_one():
     first = search(Machine({"lean": 0.7, "fused": 0.97}, noise=0.01, stop=6))
     assert first.interrupted
     machine = Machine({"lean": 0.7, "fused": 0.97}, noise=0.01)
@@ -462,7 +462,7 @@ def test_a_second_search_goes_on_where_the_first_one_ended():
     ([1.0, 0.5, 0.4, 0.3], [1.0, 0.5, 0.4, 0.2], "rounding"),  # it grows, later
     ([None], [None], "same bits"), ([None], [1.0], "other maths"), ([], [1.0], ""),
 ])  # fmt: skip
-def test_what_the_losses_of_the_first_steps_say(losses, other, result):
+def test_the_comparison_of_the_losses_of_the_first_steps(losses, other, result):
     assert compare_losses(losses, other) == result
 
 
@@ -477,7 +477,7 @@ def test_names_of_candidates_are_checked():
 @pytest.mark.parametrize(("losses", "result"), [
     ({}, "same bits"), ({"lean": 1e-7}, "rounding"), ({"lean": 0.1}, "other maths"), ({"O1": 0.0}, "other maths"),
 ])  # fmt: skip
-def test_the_result_is_what_the_losses_say_and_no_less_than_the_table(losses, result):
+def test_the_effect_on_results_follows_the_losses_and_the_table(losses, result):
     made = search(Machine({"lean": 0.7, "O1": 0.7}, losses=losses), ("O1",) if "O1" in losses else ("lean",))
     assert made.result(made.chosen, made.final) == result
     assert made.chosen.names

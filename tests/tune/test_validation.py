@@ -1,4 +1,4 @@
-"""How long a validation takes whose batches are partly left out."""
+"""The projected time of a validation that skips some batches."""
 
 import math
 from types import SimpleNamespace
@@ -14,14 +14,14 @@ BATCH = 2.0  # seconds
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that moves when it is told to."""
+    """A clock that moves only when the test advances it."""
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(validation.time, "perf_counter", lambda: now.seconds)
     return now
 
 
 class Loop:
-    """A validation loop of loaders of these lengths, whose batches take ``BATCH`` seconds each."""
+    """A validation loop over loaders of these lengths, whose batches take ``BATCH`` seconds each."""
 
     def __init__(self, clock, lengths):
         self.clock, self.lengths, self._max_batches = clock, lengths, []
@@ -51,13 +51,13 @@ def validate(clock, *lengths):
     ([50], 2 * BATCH, 50 * BATCH),
     ([1], BATCH, BATCH),
     ([50, 10], 4 * BATCH, 60 * BATCH),
-    ([math.inf], 2 * BATCH, 2 * BATCH),  # of a length that nobody knows
+    ([math.inf], 2 * BATCH, 2 * BATCH),  # of unknown length
 ])  # fmt: skip
-def test_left_out_batches_are_projected_where_their_number_is_known(clock, lengths, took, whole):
+def test_skipped_validation_batches_are_projected_if_their_number_is_known(clock, lengths, took, whole):
     timed = validate(clock, *lengths)
     assert timed.seconds == [pytest.approx(whole)]
     assert timed.since_step == pytest.approx(took), "what the steps around it exclude"
 
 
-def test_a_validation_without_batches_is_none(clock):
+def test_a_validation_without_batches_does_not_count(clock):
     assert validate(clock, 0).seconds == []

@@ -1,4 +1,4 @@
-"""A measured script: its orders and answers, its ranks, and that nothing which it saves at its end is written."""
+"""A measured script: its orders and answers, its ranks, and that it saves nothing at its end."""
 
 import dataclasses
 import json
@@ -73,7 +73,7 @@ def task_of(mode="step", names=(), step="pass", arguments="", text=SCRIPT, **mor
 
 
 def ends(mode="step", order="end", **options):
-    """Measure the script in a child, and return what it reported, its exit status, and the files that it left."""
+    """Measure the script in a child process, and return its events, its exit status, and its files."""
     task = task_of(mode, **options)
     orders = iter([{"order": "round", "lead": 2, "steps": 4}, {"order": order}])
 
@@ -93,20 +93,20 @@ OURS = ("train.py", "reported.json", "events")
 
 
 def left():
-    """Return the names of the files that a script has left."""
+    """Return the names of the files that a script has written."""
     return sorted(path.name for path in Path().iterdir() if path.name not in OURS)
 
 
 @pytest.mark.parametrize("mode", ["step", pytest.param("one batch", marks=pytest.mark.slow)])
-def test_a_script_whose_steps_are_over_saves_nothing(mode):
+def test_a_script_saves_nothing_after_its_measured_steps(mode):
     assert ends(mode) == ("6 losses", 0, IN_STEP)
 
 
-def test_a_script_whose_loader_alone_is_measured_saves_nothing():
+def test_a_script_saves_nothing_after_its_loader_is_measured():
     assert ends("loader") == ("0 losses", 0, [])
 
 
-def test_a_script_whose_epoch_is_over_saves_nothing():
+def test_a_script_saves_nothing_after_its_measured_epoch():
     assert ends("epoch") == ("0 losses", 0, IN_STEP)
 
 
@@ -117,7 +117,7 @@ def test_a_script_whose_epoch_is_over_saves_nothing():
         *(pytest.param(f"raise {each}", marks=pytest.mark.slow) for each in ("SystemExit(3)", "KeyboardInterrupt")),
     ],
 )
-def test_a_script_in_which_a_step_fails_saves_nothing(error):
+def test_a_script_saves_nothing_after_a_failed_step(error):
     said, status, files = ends(step=error)
     assert (status, files) == (1, IN_STEP)
     assert said.startswith("ZeroDivisionError" if error == "1 / 0" else "SkippedError: its Trainer ended before")
@@ -135,8 +135,8 @@ def test_a_script_that_cannot_be_measured_saves_nothing():
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "1 / 0", "pass"])
-def test_a_copy_that_a_script_forks_reports_nothing(end):
-    """Its end is not that of the script, which goes on to train."""
+def test_a_forked_copy_of_a_script_reports_nothing(end):
+    """Its end is not that of the script, which continues to train."""
     before = f"""
     import os, sys
     if (child := os.fork()) == 0:
@@ -184,7 +184,7 @@ ORDERS = {"order": "round", "lead": 2, "steps": 4}, {"order": "end"}
 DRAWS = "import torch; Path('drawn').write_text(str(torch.rand(()).item()))"
 
 
-def test_the_orders_of_a_pipe_are_answered_after_its_seed_is_set(monkeypatch):
+def test_the_worker_sets_its_seed_and_answers_orders(monkeypatch):
     monkeypatch.setattr(worker, "limit_memory", lambda share: Path("limited").touch())
     task = task_of(step=DRAWS, seed=3, warmup=1)
     drawn = []
@@ -192,13 +192,13 @@ def test_the_orders_of_a_pipe_are_answered_after_its_seed_is_set(monkeypatch):
         status, events = events_of_main({**task, "batch_size": batch_size}, *ORDERS)
         assert status == 0
         assert [event["event"] for event in events] == ["ready", "round", "done"]
-        assert len(events[-1]["numbers"]["losses"]) == 6, "of the lead and the round"
+        assert len(events[-1]["numbers"]["losses"]) == 6, "from the lead and the round"
         drawn.append(Path("drawn").read_text())
         assert Path("limited").exists() == (batch_size > 0)
     assert drawn[0] == drawn[1]
 
 
-def test_a_script_whose_controlling_program_is_gone_saves_nothing():
+def test_a_script_saves_nothing_after_its_controlling_program_ended():
     status, events = events_of_main(task_of(seed=0, warmup=1), ORDERS[0])
     assert (status, [event["event"] for event in events]) == (1, ["ready", "round"])
     assert left() == IN_STEP
@@ -214,11 +214,11 @@ def test_another_rank_trains_until_its_input_ends_and_saves_nothing():
 @pytest.mark.parametrize(
     ("options", "status"), [({"step": "1 / 0"}, -signal.SIGKILL), ({"text": "import sys; sys.exit()"}, 0)]
 )
-def test_another_rank_that_fails_ends_all_of_them_and_one_that_is_skipped_does_not(monkeypatch, options, status):
+def test_a_failed_rank_ends_all_ranks_and_a_skipped_one_does_not(monkeypatch, options, status):
     killed = worker.os.killpg
 
     def kill_session(group, number):
-        os.setsid()  # of the child alone, and not of the tests
+        os.setsid()  # only that of the child, not that of the tests
         killed(group, number)
 
     monkeypatch.setattr(worker.os, "killpg", kill_session)
