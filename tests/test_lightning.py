@@ -235,16 +235,16 @@ def test_a_misspelt_variable_is_refused():
 
 
 def test_the_look_for_imports_ends_once_both_copies_are_imported(monkeypatch):
-    told = []
+    calls = []
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     for name in _lightning.NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     before = list(sys.meta_path)
-    _lightning.when_lightning_is_imported(told.append)
+    _lightning.when_lightning_is_imported(calls.append)
     (finder,) = (each for each in sys.meta_path if each not in before)
     for name in _lightning.NAMES:
         assert finder in sys.meta_path
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         finder._imported(name)
-    assert told == list(_lightning.NAMES)
+    assert calls == list(_lightning.NAMES)
     assert sys.meta_path == before

@@ -368,7 +368,7 @@ def test_sparse_and_complex_gradients_are_unscaled(kind, scale):
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True), (True, True)])
-def test_a_window_adds_sparse_and_dense_gradients(order):
+def test_an_accumulation_window_adds_sparse_and_dense_gradients(order):
     class Tied(nn.Embedding):
         def forward(self, sparse):
             return nn.functional.embedding(torch.tensor([1, 3]), self.weight, sparse=sparse)

@@ -182,7 +182,7 @@ def test_a_plain_checkpoint_with_script_arguments_names_their_class(tmp_path):
     (b"not a checkpoint at all", r"cannot be read as a checkpoint.*Expected a full file"),
     (0.5, "cannot be read as a checkpoint"),
 ])  # fmt: skip
-def test_what_cannot_be_converted_is_refused(content, match, trained, tmp_path):
+def test_a_checkpoint_that_cannot_be_converted_is_refused(content, match, trained, tmp_path):
     old, new = tmp_path / "old.pt", tmp_path / "new.ckpt"
     if isinstance(content, float):
         content = trained.read_bytes()[: int(content * trained.stat().st_size)]

@@ -15,7 +15,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
     ("O0", torch.float32, False, None, False, 1.0), ("O1", None, True, None, None, "dynamic"),
     ("O2", "half", False, True, True, "dynamic"), ("O3", "half", False, False, False, 1.0),
 ])  # fmt: skip
-def test_properties_of_a_level(level, weights, patches, norms, masters, scale, dtype):
+def test_the_properties_of_a_level(level, weights, patches, norms, masters, scale, dtype):
     found = resolve(level, dtype=dtype)
     assert found.cast_model_type is (dtype if weights == "half" else weights)
     assert found.casts_to_half is (weights == "half")

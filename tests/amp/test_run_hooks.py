@@ -85,7 +85,7 @@ NETWORKS = {
     "tied": Tied,
     "recurrent": Recurrent,
     "a module in several places": Repeated,
-    "with a state of its own": lambda: WithState(4, 4),
+    "with __getstate__": lambda: WithState(4, 4),
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
     "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
     "a part frozen in half": Frozen,
@@ -134,7 +134,7 @@ def test_a_copy_is_a_plain_float32_network(network, way, level, dtype):
             scaled.backward()
         optimizer.step()
         twins.append(WAYS[way](net))
-    if network == "with a state of its own":
+    if network == "with __getstate__":
         assert twins[0].saved
         del twins[0].saved, twins[1].saved
     for twin in twins:

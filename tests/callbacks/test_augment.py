@@ -105,7 +105,7 @@ def test_a_resumed_run_augments_as_an_uninterrupted_one(expected, tmp_path, monk
     assert_same(seen, {key: expected[key] for key in seen})
 
 
-def test_validation_is_augmented_only_where_asked(expected):
+def test_validation_is_augmented_only_on_request(expected):
     loaders = {"train_dataloaders": DataLoader(DATA, batch_size=4), "val_dataloaders": DataLoader(DATA, batch_size=4)}
     for settings, changed in (({}, False), ({"training_only": False}, True)):
         model = Validated()

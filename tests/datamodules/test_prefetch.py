@@ -128,7 +128,7 @@ def test_a_fit_with_prefetch_that_ends_early_leaves_nothing_behind(workers, erro
     nothing_is_left()
 
 
-def test_fit_twice_then_test_and_predict():
+def test_prefetch_with_two_fits_a_test_and_a_prediction():
     datamodule, model = Mine(), RecordingModel()
     one = quiet_trainer(max_epochs=1)
     one.fit(model, datamodule=datamodule)
@@ -296,7 +296,7 @@ def test_prefetch_ends_with_the_run_of_its_datamodule(error):
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-def test_from_datasets():
+def test_prefetch_datamodule_from_datasets():
     datamodule = PrefetchDataModule.from_datasets(Numbers(), batch_size=4, prefetch_batches=3)
     loader = loaders_of(datamodule)
     assert isinstance(loader, PrefetchLoader)
@@ -360,7 +360,7 @@ def test_device_prefetch_is_disabled_with_a_warning_if_transfer_hooks_are_overri
     assert transfer() is None
 
 
-def test_auto_workers(capsys, monkeypatch):
+def test_auto_workers_are_measured_once_for_each_stage(capsys, monkeypatch):
     """Measured once for each stage, although the loaders are created again for each epoch."""
     monkeypatch.setattr(prefetch, "tune_workers", functools.partial(tune_workers, seconds=1.0))
     datamodule = gives(DataLoader(Numbers(), 4), auto_workers=True)
@@ -439,7 +439,7 @@ class Shares(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("settings", [{}, {"overfit_batches": 8}], ids=["as given", "made again by Lightning"])
+@pytest.mark.parametrize("settings", [{}, {"overfit_batches": 8}], ids=["as given", "recreated by Lightning"])
 def test_loaders_of_one_datamodule_never_load_at_the_same_time(settings):
     datamodule = gives(DataLoader(Shares(32), batch_size=2))
     datamodule.val_dataloader = lambda: DataLoader(Shares(32), batch_size=2)

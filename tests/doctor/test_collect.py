@@ -64,7 +64,7 @@ def test_packages_of_another_environment_on_the_path_are_not_user_code(file):
     (None, 9, math.inf, math.inf),
     (-1, -1, 10, math.inf),
 ])  # fmt: skip
-def test_the_end_of_a_run_in_epochs(max_epochs, max_steps, batches, epochs):
+def test_the_number_of_epochs_of_a_run(max_epochs, max_steps, batches, epochs):
     trainer = SimpleNamespace(
         max_epochs=max_epochs, max_steps=max_steps, accumulate_grad_batches=2, num_training_batches=batches
     )

@@ -241,7 +241,7 @@ def test_a_script_keeps_its_error_and_exit_status(places, status, said, error, t
         assert "ValueError: own" in lines
 
 
-def test_a_script_with_a_doctor_of_its_own_is_left_to_it(tmp_path, capsys):
+def test_a_script_with_its_own_doctor_gets_no_second_one(tmp_path, capsys):
     own = "from lightning_turbo import Doctor; settings['callbacks'] = [Doctor(warmup=1, timed=1, watched=2)]"
     assert cli.main(arguments(tmp_path, options=KEEP, before=own)) == 0
     shown = capsys.readouterr()

@@ -29,7 +29,7 @@ LINES = [Line("torch", "ok", "2.6"), Line("apex", "fault", "no", "go away")]
     (environment.shared_memory_line(2**30), "ok", ""),
     (environment.shared_memory_line(64 * 2**20), "note", "--shm-size"),
 ])  # fmt: skip
-def test_each_part_has_a_line(line, status, remedy):
+def test_each_part_of_the_environment_has_a_line(line, status, remedy):
     assert line.status == status
     assert remedy in line.remedy
     assert bool(line.remedy) == (status != "ok")

@@ -170,7 +170,7 @@ def test_a_library_that_fetches_a_value_is_named_at_the_users_line(watch, functi
     }
 
 
-def test_counts_are_by_line_and_step(watch):
+def test_calls_are_counted_by_line_and_step(watch):
     def thrice(x):
         for _ in range(3):
             x.sum().item()

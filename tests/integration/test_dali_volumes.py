@@ -29,7 +29,7 @@ def load(pairs, crop, **settings):
     return [torch.cat(part).numpy() for part in zip(*batches, strict=True)]
 
 
-def test_evaluation_equals_numpy(pairs):
+def test_dali_evaluation_equals_numpy(pairs):
     volumes, labels = load(pairs, (8, 6, 4), train=False)
     assert labels.tolist() == list(range(10))
     expected = np.stack([standardize(np.load(path)[2:10, 2:8, 3:7]) for path, _ in pairs])

@@ -68,7 +68,7 @@ def train(model, data, ckpt=None, weights_only=True, **settings):
 
 def run_jobs(folder, *jobs):
     """Call functions of this module in one rank, and save what they yield."""
-    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, fast as it is
+    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, although it is fast
     for job in jobs:
         for name, result in globals()[job](folder):
             torch.save(result, folder / f"{name}.{RANK}")

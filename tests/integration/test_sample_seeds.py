@@ -118,7 +118,7 @@ def expected():
 
 
 @pytest.mark.parametrize("settings", list(settings_of_one_process()), ids=lambda s: "-".join(map(str, s.values())))
-def test_one_process(expected, settings):
+def test_sample_seeds_in_one_process(expected, settings):
     rows = load(LENGTH, **settings)
     assert torch.equal(by_index(rows), by_index(expected))
     if settings["kind"] not in ("shuffled", "batch sampler"):
@@ -126,7 +126,7 @@ def test_one_process(expected, settings):
 
 
 @pytest.mark.distributed
-def test_two_ranks(expected, tmp_path):
+def test_sample_seeds_on_two_ranks(expected, tmp_path):
     every = list(settings_of_two_ranks())
     run_ranks(load_on_rank, tmp_path, every, timeout=600)
     for number, settings in enumerate(every):

@@ -286,7 +286,7 @@ def test_gradients_that_would_stay_scaled_are_refused(level):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize(("level", "dtype"), [("O0", None), *MIXES])
-def test_a_window_whose_last_batch_has_no_loss_steps_with_the_others(level, dtype):
+def test_an_accumulation_window_whose_last_batch_has_no_loss_still_steps(level, dtype):
     class Skipping(Regression):
         def training_step(self, batch, index):
             return None if index == 3 else super().training_step(batch, index)

@@ -105,7 +105,7 @@ def test_the_length_of_the_cycle_is_read_from_the_trainer_at_the_first_step():
     assert first_rates(optimizer, schedule, 7) == pytest.approx(torchs(7, 0, 1, 6))
 
 
-def test_each_group_has_its_own_bounds():
+def test_each_param_group_has_its_own_bounds():
     optimizer = sgd(groups=2)
     schedule = cyclic(optimizer, [0.0, 0.5], [1.0, 2.5], epochs_up=0.5, steps_per_epoch=8)
     assert run(optimizer, schedule, 3) == [[0.0, 0.5], [0.25, 1.0], [0.5, 1.5]]

@@ -42,7 +42,7 @@ def naive_lamb(p, state):
     (lars, {"lr": 0.5, "momentum": 0.8, "weight_decay": 0.01, "trust_coefficient": 0.02}, naive_lars),
     (lamb, {"lr": 0.01, "weight_decay": 0.1}, naive_lamb),
 ])  # fmt: skip
-def test_the_steps_follow_the_formula(make, settings, naive):
+def test_lars_and_lamb_steps_follow_the_formulas(make, settings, naive):
     model, reference = network(), network()
     with torch.no_grad():
         for net in (model, reference):

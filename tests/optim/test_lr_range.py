@@ -7,7 +7,7 @@ import pytest
 from lightning_turbo.optim import propose_lr_range
 
 
-def test_the_range_is_where_the_loss_falls():
+def test_the_learning_rate_range_is_where_the_loss_falls():
     lrs = [10.0**e for e in range(-6, 3)]
     found = propose_lr_range(lrs, [2.0, 2.0, 1.95, 1.7, 1.3, 1.02, 1.0, 3.0, math.nan])
     assert (found.base_lr, found.max_lr) == (lrs[3], lrs[5])  # 0.1 and 0.9 of the fall from 2 to 1 are reached there

@@ -6,7 +6,7 @@ from lightning_turbo.optim import lr_factor
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_the_factor_follows_the_rule(rule, factor):
+def test_the_learning_rate_factor_follows_the_rule(rule, factor):
     assert lr_factor(rule, 1024, 256) == factor
     assert lr_factor(rule, 256, 1024) == 1 / factor
 

@@ -166,7 +166,7 @@ def test_every_checkpoint_of_a_killed_run_is_complete_and_of_one_step(kills, tmp
         assert 1 <= len(steps) <= 2, "a checkpoint is removed after the next one is complete"
 
 
-def test_a_copy_is_read_once_the_device_has_made_it():
+def test_a_host_copy_is_read_after_the_device_finished_it():
     made = []
     event = SimpleNamespace(synchronize=lambda: made.append("copied"))
     with HostCopier()._lent([], [event, event], pickle.dumps({"step": 3})) as copied:

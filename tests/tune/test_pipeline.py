@@ -16,7 +16,7 @@ from lightning_turbo.tune.pipeline import _in_words, describe_packing
     ((0.16, 0.16, 0.08), "packing takes 8 s (20 samples: 8 ms each to load, 4 packed) and pays from epoch 5 on"),
     ((0.16, 0.16, 0.16), "packing takes 8 s (20 samples: 8 ms each to load, 8 packed) and saves nothing"),
 ])  # fmt: skip
-def test_when_packing_pays(times, words):
+def test_when_packing_saves_time(times, words):
     assert _in_words(500, 20, *times).startswith(words)
 
 

@@ -128,7 +128,7 @@ READS = {
         "assert os.path.isdir(self.logger.save_dir)",
         "arguments": '"logger": CSVLogger("logs")',
     },
-    "a logger of its own": {
+    "its own logger": {
         "epoch": "assert (self.logger.name, self.logger.version, self.logger.rate) == ('own', 3, 5); "
         "self.logger.log_image(1)",
         "arguments": '"logger": Own()',
@@ -176,7 +176,7 @@ def test_a_measured_training_restarts_where_it_would_end(monkeypatch):
     ('"check_val_every_n_epoch": None, "val_check_interval": 16', 0.5, 3),
     ('"max_epochs": -1, "max_steps": 12', 1.0, 1.5),
 ])  # fmt: skip
-def test_how_often_an_epoch_is_validated(arguments, validations, epochs, monkeypatch):
+def test_the_number_of_validations_per_epoch(arguments, validations, epochs, monkeypatch):
     facts = run(monkeypatch, steps=10, arguments=arguments)["facts"]
     assert (facts["validations"], facts["epochs"], facts["batches"]) == (validations, epochs, 8)
 
@@ -255,7 +255,7 @@ def test_an_error_caused_by_muting_is_explained_to_the_script(places, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_an_older_checkpoint_stays_and_no_link_takes_its_place(monkeypatch):
+def test_an_older_checkpoint_is_not_replaced_by_a_link(monkeypatch):
     Path("ck").mkdir()
     Path("ck", "last.ckpt").write_text("of a trained network")
     run(

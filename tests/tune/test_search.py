@@ -38,7 +38,7 @@ class Machine:
         cost: Seconds that a process takes.
         stop: After so many calls, Ctrl-C is pressed.
         facts: Of the script.
-        borders: Seconds of the borders between its epochs.
+        borders: Seconds of the boundaries between its epochs.
     """
 
     def __init__(
