@@ -231,7 +231,7 @@ def test_the_generator_of_a_device_gets_its_saved_state_or_that_of_a_new_rank(st
 
 @pytest.mark.parametrize(("state", "used"), [
     (EpochState(consumed=3), (12, 6)),  # the order is unknown, so batches are counted
-    (EpochState(consumed=3, stream=StreamPlace("Rows", 4, 1, 8, 2)), (12, 12)),  # two batches of 4, and one after the change
+    (EpochState(consumed=3, stream=StreamPlace("Rows", 4, 1, 8, 2)), (12, 12)),  # two of 4 before, one after the change
     (EpochState(consumed=0), None), (EpochState(consumed=3, over=True), None),
 ])  # fmt: skip
 def test_the_number_of_samples_used_by_ranks_without_a_known_order(state, used):
