@@ -61,7 +61,7 @@ def repository(tmp_path):
     return Script(**where, **own, license="MIT", trains="nothing", setting="lean", arguments=("--rate", "1"))
 
 
-@pytest.mark.parametrize("status", [0, 2])
+@pytest.mark.parametrize("status", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_script_is_tuned_in_its_own_folder_at_its_commit(repository, tmp_path, monkeypatch, status):
     ran, run = [], subprocess.run
 

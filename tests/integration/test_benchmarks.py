@@ -106,6 +106,7 @@ def test_a_failing_benchmark_case_does_not_stop_the_others(toy, names, processes
     assert "\x1b" not in shown.err, "no progress bar without a terminal"
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_resumes(toy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Settings, "seconds", 0.0)
