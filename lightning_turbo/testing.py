@@ -173,9 +173,7 @@ class _Run:
             _set_epoch(loader, epoch)
         iterators = [iter(loader) for loader in self._loaders]
         done = 0
-        stops = iter(places)
-        while True:
-            place = next(stops, math.inf)
+        for place in [*places, math.inf]:
             while done < place:
                 step = [next(iterator, None) for iterator in iterators]
                 if step[0] is None:

@@ -18,7 +18,7 @@ from lightning_turbo._random import generators_in
 from lightning_turbo.data.loading.background import Background
 from lightning_turbo.data.loading.epoch_state import EpochState
 from lightning_turbo.data.loading.epochs import Begun, Epochs, IndexEpochs, OwnStateEpochs, epochs_of, length_of
-from lightning_turbo.data.loading.locks import TURNS, LoadingLock
+from lightning_turbo.data.loading.locks import TURNS, LoadingLock, starting_workers
 from lightning_turbo.data.loading.position import Position
 from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.data.loading.resumable_sampler import ResumableSampler
@@ -27,7 +27,7 @@ from lightning_turbo.data.loading.spawned import check_workers_can_start
 from lightning_turbo.data.loading.subclass import blank, copy_loader, make_class, merge_signatures, refuse_added
 from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 from lightning_turbo.data.loading.threads import ThreadedDataset
-from lightning_turbo.data.loading.torch_workers import end_workers, starting_workers
+from lightning_turbo.data.loading.torch_workers import end_workers
 from lightning_turbo.data.loading.whole_batches import has_whole_batches
 from lightning_turbo.data.loading.worker_start import LongLists
 from lightning_turbo.data.loading.worker_streams import WorkerPlaces

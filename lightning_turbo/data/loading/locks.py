@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["TURNS", "LoadingLock", "is_loading", "load_in_this_thread"]
+__all__ = ["TURNS", "LoadingLock", "is_loading", "load_in_this_thread", "starting_workers"]
 
 # Seconds. How long a load or a fork waits for dataset code that runs in another thread.
 LOCK_TIMEOUT = 30.0
@@ -21,6 +24,7 @@ class _Here(threading.local):
     prefetches = False  # whether it is a thread of ours
     loads = 0  # loads of ours that are under way in this thread, one inside another
     serves = False  # whether it loads samples for a thread that holds the lock meanwhile
+    starts_workers = False  # whether the processes that it forks are workers of a loader
     entered: tuple[LoadingLock, ...] = ()  # the locks that it holds for a fork
 
 
@@ -43,6 +47,22 @@ def load_in_this_thread(*, serves: bool = False) -> None:
         serves: Whether it loads samples for another thread, which holds the lock and waits for it.
     """
     _here.prefetches, _here.serves = True, serves
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Let worker processes that this thread forks in the block never collect objects that they inherit.
+
+    Garbage of this process is theirs too. A collection there would run its destructors, and that of a DALI pipeline,
+    for example, joins threads that a forked process does not have: the process hangs or dies of a segmentation fault.
+    It would also write to each inherited object, and so copy the memory that the processes share.
+    """
+    before = _here.starts_workers
+    _here.starts_workers = True
+    try:
+        yield
+    finally:
+        _here.starts_workers = before
 
 
 class LoadingLock:
@@ -107,6 +127,9 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global process
     process = os.getpid()
+    if _here.starts_workers:
+        gc.freeze()
+    _here.starts_workers = False
     _here.prefetches = False
     _here.loads = 0
     _here.serves = False

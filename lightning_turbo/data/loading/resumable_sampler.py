@@ -270,9 +270,7 @@ class ResumableSampler:
 
     def _recording(self, entries: Iterator[Any]) -> Iterator[Any]:
         """Yield entries, and record the states of ``generators`` after each of them and after the end."""
-        count = 0
-        while True:
-            count += 1
+        for count in itertools.count(1):
             self._draws += 1
             try:
                 entry = next(entries, _END)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +11,6 @@ __all__ = [
     "has_workers",
     "is_timeout",
     "samples_of_stream",
-    "starting_workers",
     "stream_has_ended",
     "take_batch",
     "take_in_slices",
@@ -31,40 +26,6 @@ ENDED = (
     "Call iter() on the loader again."
 )
 TIMED_OUT = "DataLoader timed out after"
-
-
-class _Here(threading.local):
-    """What the calling thread is doing."""
-
-    starts_workers = False
-
-
-_here = _Here()
-
-
-@contextlib.contextmanager
-def starting_workers() -> Iterator[None]:
-    """Let worker processes that this thread forks in the block never collect objects that they inherit.
-
-    Garbage of this process is theirs too. A collection there would run its destructors, and that of a DALI pipeline,
-    for example, joins threads that a forked process does not have: the process hangs or dies of a segmentation fault.
-    It would also write to each inherited object, and so copy the memory that the processes share.
-    """
-    _here.starts_workers = True
-    try:
-        yield
-    finally:
-        _here.starts_workers = False
-
-
-def _after_fork_in_child() -> None:
-    if _here.starts_workers:
-        _here.starts_workers = False
-        gc.freeze()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def has_workers(source: Any) -> bool:
