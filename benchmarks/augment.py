@@ -51,18 +51,18 @@ def monai(timer: CaseTimer) -> dict[str, float]:
 
     set_track_meta(False)  # MONAI is faster without metadata
     keys, angle = ("image", "mask"), math.radians(DEGREES)
+    volumes, masks = _batch(timer)
     # MONAI scales the sampling grid, we scale the image: its factor is the inverse of ours.
     steps = transforms.Compose([
         transforms.RandAffined(
             keys, prob=1.0, rotate_range=(angle,) * 3, scale_range=((1 / SCALE[1] - 1, 1 / SCALE[0] - 1),) * 3,
-            mode=("bilinear", "nearest"), padding_mode="zeros",
+            mode=("bilinear", "nearest"), padding_mode="zeros", spatial_size=volumes.shape[2:], cache_grid=True,
         ),
         *(transforms.RandFlipd(keys, prob=0.5, spatial_axis=axis) for axis in range(3)),
         transforms.RandGaussianNoised("image", prob=1.0, std=STD[1]),
         transforms.RandAdjustContrastd("image", prob=1.0, gamma=GAMMA),
     ])  # fmt: skip
     steps.set_random_state(timer.seed)
-    volumes, masks = _batch(timer)
     while True:
         done: list[Any] = [steps({"image": volume, "mask": mask}) for volume, mask in zip(volumes, masks, strict=True)]
         for key in keys:
@@ -132,7 +132,7 @@ PEERS: dict[str, dict[str, Callable[[int], Change]]] = {
     "MONAI": {
         "affine": lambda axes: _monai(
             "RandAffine", rotate_range=(RADIANS,) * (1 if axes == 2 else 3), scale_range=((-0.2, 0.25),) * axes,
-            padding_mode="zeros",
+            padding_mode="zeros", spatial_size=(IMAGES if axes == 2 else VOLUMES)[2:], cache_grid=True,
         ),
         "blur": lambda axes: _monai("RandGaussianSmooth", **{f"sigma_{axis}": (0.5, SIGMA) for axis in "xyz"}),
         "contrast": lambda axes: _monai("RandScaleIntensityFixedMean", factors=0.25, preserve_range=True),

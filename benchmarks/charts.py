@@ -91,10 +91,7 @@ CHOSEN = "chosen: `prefetch-threads` + `bf16-mixed`"
 MONAI, QUEUE = ("MONAI's PersistentDataset", "MONAI's CacheDataset"), "TorchIO's Queue"
 BATCHED = ("LengthBatchSampler(batch_size=)", "LengthBatchSampler(max_cost=)")
 SAVES = ("AtomicCheckpointIO", "AtomicCheckpointIO(background=True)")
-SMALL = {
-    f"small tensors: {name}": name
-    for name in ("DataLoader", "PrefetchLoader", "torchdata's StatefulDataLoader", "SPDL's iterate_in_subprocess")
-}
+SMALL = {f"small tensors: {name}": name for name in ("DataLoader", "PrefetchLoader", "torchdata's StatefulDataLoader")}
 STARTS = {
     "forkserver: DataLoader": "DataLoader", "forkserver: PrefetchLoader": "PrefetchLoader",
     "forkserver: torchdata's StatefulDataLoader": "torchdata's StatefulDataLoader",

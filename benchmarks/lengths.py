@@ -32,15 +32,19 @@ def count_words(most: int) -> list[int]:
 
 
 class SortedInChunks(BatchSampler):
-    """Shuffles the samples and sorts chunks of fifty batches by length, as ``group_by_length`` of Hugging Face does."""
+    """Shuffles the samples and sorts chunks by length, as ``group_by_length`` of Hugging Face does.
+
+    As there, a chunk has a quarter of the batches of an epoch, and at most fifty.
+    """
 
     def __init__(self, lengths: list[int], batch_size: int) -> None:
         super().__init__(RandomSampler(lengths), batch_size, drop_last=False)
         self.lengths = lengths
+        self.chunk = batch_size * max(1, min(50, len(lengths) // (4 * batch_size)))
 
     def __iter__(self) -> Iterator[list[int]]:
         order = iter(self.sampler)
-        while chunk := list(itertools.islice(order, 50 * self.batch_size)):
+        while chunk := list(itertools.islice(order, self.chunk)):
             chunk.sort(key=lambda index: -self.lengths[index])
             yield from (chunk[start : start + self.batch_size] for start in range(0, len(chunk), self.batch_size))
 

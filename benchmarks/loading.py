@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from benchmarks.loaders import forever
 from benchmarks.suite import Aim, Case, CaseTimer, Suite
@@ -62,35 +61,10 @@ def _torchdata(*args: Any, **kwargs: Any) -> Iterable[Any]:
     return StatefulDataLoader(*args, **kwargs)
 
 
-class _Batches:
-    """Batches of a dataset in random order, made in a process of SPDL."""
-
-    def __init__(self, data: Dataset[Any], collate: Callable[[list[Any]], Any], size: int) -> None:
-        self.data, self.collate, self.size = data, collate, size
-
-    def __iter__(self) -> Iterator[Any]:
-        order: Iterator[int] = iter(RandomSampler(self.data))  # pyright: ignore[reportArgumentType]
-        while True:
-            yield self.collate([self.data[next(order)] for _ in range(self.size)])
-
-
-def _spdl(data: Dataset[Any], size: int, collate_fn: Any, num_workers: int, **_: Any) -> Iterator[Any]:
-    """Take batches from ``num_workers`` processes of SPDL in turn."""
-    from spdl import pipeline
-
-    make = partial(_Batches, data, collate_fn, size)
-    processes = [pipeline.iterate_in_subprocess(make, buffer_size=2, daemon=True) for _ in range(num_workers)]
-    batches = [iter(each) for each in processes]
-    while True:
-        for each in batches:
-            yield next(each)
-
-
 LOADERS: dict[str, Callable[..., Iterable[Any]]] = {
     "DataLoader": DataLoader,
     "PrefetchLoader": PrefetchLoader,
     "torchdata's StatefulDataLoader": _torchdata,
-    "SPDL's iterate_in_subprocess": _spdl,
 }
 
 
@@ -141,9 +115,9 @@ def start(
 
 
 ARRAYS, SMALL, LARGE = "arrays in memory: ", "small tensors: ", "two large tensors: "
-TORCH, OURS, TORCHDATA, SPDL = LOADERS
-KINDS = dict(zip(LOADERS, ("torch", "ours", "peer", "peer"), strict=True))
-NEEDS = {TORCHDATA: ("torchdata",), SPDL: ("spdl_core",)}
+TORCH, OURS, TORCHDATA = LOADERS
+KINDS = dict(zip(LOADERS, ("torch", "ours", "peer"), strict=True))
+NEEDS = {TORCHDATA: ("torchdata",)}
 
 
 def _cases() -> Iterator[Case]:

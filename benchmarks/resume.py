@@ -1,7 +1,8 @@
 """``python -m benchmarks resume``: how many samples a run repeats or loses when it is resumed in mid-epoch.
 
 Each case stops a run after three steps of its second epoch and resumes it in new processes: Lightning with
-``Prefetch``, Lightning alone, and, if it is installed, Accelerate as in its documentation.
+``Prefetch``, Lightning alone, and, if they are installed, Lightning with torchdata's ``StatefulDataLoader``, and
+Accelerate, as in their documentation.
 """
 
 # pyright: reportMissingImports=false
@@ -34,6 +35,7 @@ from lightning_turbo.measure import print_lines
 __all__ = ["cost", "count", "main"]
 
 SAMPLES, EPOCHS, STOP, SEED = 64, 2, 3, 0
+OURS, STATEFUL = "Lightning with Prefetch", "Lightning with StatefulDataLoader"
 
 
 class Setup(NamedTuple):
@@ -59,12 +61,11 @@ CASES = {
 }
 
 
-def _loader(setup: Setup) -> DataLoader[Any]:
-    data: Any = range(SAMPLES)
-    return DataLoader(data, setup.batch_size, shuffle=True, num_workers=setup.workers)
+def _loader(setup: Setup, kind: Any = DataLoader) -> Any:
+    return kind(range(SAMPLES), setup.batch_size, shuffle=True, num_workers=setup.workers)
 
 
-def _lightning(setup: Setup, folder: Path, again: bool, ours: bool) -> list[Any]:
+def _lightning(setup: Setup, folder: Path, again: bool, tool: str) -> list[Any]:
     import lightning.pytorch as pl
 
     from lightning_turbo import Prefetch
@@ -89,13 +90,18 @@ def _lightning(setup: Setup, folder: Path, again: bool, ours: bool) -> list[Any]
 
     pl.seed_everything(SEED, verbose=False)
     net = Net()
-    callbacks: list[pl.Callback] = [Prefetch()] if ours else []
+    callbacks: list[pl.Callback] = [Prefetch()] if tool == OURS else []
+    loader = _loader(setup)
+    if tool == STATEFUL:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        loader = _loader(setup, StatefulDataLoader)
     trainer = pl.Trainer(
         accelerator="cpu", devices=setup.ranks, strategy="ddp" if setup.ranks > 1 else "auto", max_epochs=EPOCHS,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=callbacks if again else [*callbacks, Stop()],
     )  # fmt: skip
-    trainer.fit(net, _loader(setup), ckpt_path=folder / "run.ckpt" if again else None)
+    trainer.fit(net, loader, ckpt_path=folder / "run.ckpt" if again else None)
     return net.seen
 
 
@@ -132,10 +138,7 @@ def _run_rank(tool: str, part: int, folder: Path, cases: Sequence[str]) -> None:
         place = folder / case
         place.mkdir(exist_ok=True)
         setup, again = CASES[case][part], part > 0
-        if tool == "Accelerate":
-            seen = _accelerate(setup, place, again)
-        else:
-            seen = _lightning(setup, place, again, ours=tool != "Lightning")
+        seen = _accelerate(setup, place, again) if tool == "Accelerate" else _lightning(setup, place, again, tool)
         indices = [index for epoch, batch in seen if epoch == 1 for index in batch]
         (place / f"{part}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(indices))
     if torch.distributed.is_initialized():
@@ -180,6 +183,16 @@ def count(tool: str, cases: Sequence[str]) -> list[tuple[int, int]]:
         return counts
 
 
+def _cells(tool: str, cases: Sequence[str]) -> list[str]:
+    """Return the cells of a column. If not all cases run, each is run alone, and an error has its last line."""
+    try:
+        return [f"{twice} / {never}" for twice, never in count(tool, cases)]
+    except RuntimeError as error:
+        if len(cases) == 1:
+            return [f"error: {str(error).strip().splitlines()[-1][:90]}"]
+        return [_cells(tool, [case])[0] for case in cases]
+
+
 def cost(rounds: int, batches: int = 2000) -> dict[str, list[float]]:
     """Return microseconds per step with a ``PrefetchLoader``, alternately without and with ``ExactResume``."""
     import lightning.pytorch as pl
@@ -191,7 +204,7 @@ def cost(rounds: int, batches: int = 2000) -> dict[str, list[float]]:
             super().__init__()
             self.weight, self.started, self.seconds = torch.nn.Parameter(torch.zeros(())), 0.0, 0.0
 
-        def on_train_run_ranks(self) -> None:
+        def on_train_start(self) -> None:
             self.started = time.perf_counter()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -245,13 +258,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.cost:
         _print_cost(options.cost)
         return 0
-    tools = ["Lightning with Prefetch", "Lightning"]
-    tools += ["Accelerate"] * (importlib.util.find_spec("accelerate") is not None)
-    counts = [count(tool, options.only) for tool in tools]
+    needs = {OURS: "torch", "Lightning": "torch", STATEFUL: "torchdata", "Accelerate": "accelerate"}
+    tools = [tool for tool, package in needs.items() if importlib.util.find_spec(package)]
+    cells = [_cells(tool, options.only) for tool in tools]
     print_lines(
         f"Of {SAMPLES} samples of the epoch, seen twice / never:", "", f"| What changes | {' | '.join(tools)} |"
     )
     print_lines("|---" * (len(tools) + 1) + "|")
-    for case, *row in zip(options.only, *counts, strict=True):
-        print_lines(f"| {case} | {' | '.join(f'{twice} / {never}' for twice, never in row)} |")
+    for case, *row in zip(options.only, *cells, strict=True):
+        print_lines(f"| {case} | {' | '.join(row)} |")
     return 0
