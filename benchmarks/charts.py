@@ -88,7 +88,12 @@ COMPILED = {f"strategy turbo, {name}": name for name in ("toy", "digits", "volum
 ABLATION = _same("plain", "+ channels last", "+ prefetch", "+ O1", "+ O2", "all")
 RATIO = "time / baseline"
 CHOSEN = "chosen: `prefetch-threads` + `bf16-mixed`"
-MONAI, QUEUE = ("MONAI's PersistentDataset", "MONAI's CacheDataset"), "TorchIO's Queue"
+CACHE = "MONAI's CacheDataset"
+MONAI = {
+    CACHE: "CacheDataset, defaults", f"{CACHE}, FgBgToIndicesd": "with FgBgToIndicesd",
+    f"{CACHE}, ClassesToIndicesd": "with ClassesToIndicesd",
+    f"{CACHE}, ClassesToIndicesd, dtypes of the files, no metadata": "and dtypes of the files, no metadata",
+}  # fmt: skip
 BATCHED = ("LengthBatchSampler(batch_size=)", "LengthBatchSampler(max_cost=)")
 SAVES = ("AtomicCheckpointIO", "AtomicCheckpointIO(background=True)")
 SMALL = {f"small tensors: {name}": name for name in ("DataLoader", "PrefetchLoader", "torchdata's StatefulDataLoader")}
@@ -128,8 +133,8 @@ CHARTS = (
     Chart("overhead_cpu-epyc-avx512_2026-11", TOY, ("strategy turbo, lean",), column="us a step"),
     Chart("overhead_cpu-xeon-avx512_2026-11", _same("Lightning, bf16-mixed", "ApexAMP O1", "ApexAMP O2"),
           ("ApexAMP O1", "ApexAMP O2"), column="us a step"),
-    Chart("patches_cpu-xeon-avx512_2026-11", _same(QUEUE, *MONAI, "PatchDataset, compressed", "PatchDataset"),
-          ("PatchDataset", "PatchDataset, compressed"), (QUEUE, *MONAI), "us a batch"),
+    Chart("patches_cpu-xeon-avx512_2026-11", {**MONAI, "PatchDataset, compressed": "", "PatchDataset": ""},
+          ("PatchDataset", "PatchDataset, compressed"), tuple(MONAI), "us a batch"),
     Chart("peers_cpu-epyc-avx2_2026-11", _same("Lightning bf16-mixed", "Accelerate bf16", "O1, bf16"), ("O1, bf16",),
           ("Accelerate bf16",), part="-bf16"),
     Chart("peers_cpu-epyc-avx2_2026-11", _same("PyTorch float32", "Composer fp32", "O0"), ("O0",), ("Composer fp32",),
@@ -139,8 +144,6 @@ CHARTS = (
                      "timm's PrefetchLoader with Pillow, 2 workers"), part="-loaders",
     ),
     Chart("precision_cpu-epyc-avx512_2026-11", _same("Lightning 32-true", "Lightning bf16-mixed", *LEVELS), LEVELS),
-    Chart("precision_cpu-xeon-avx512_2026-11",
-          _same("Lightning 32-true", "Lightning bf16-mixed", "O1, bf16", "O2, bf16"), LEVELS),
     _prefetch("prefetch_cpu-epyc-avx2_2026-11"),
     _prefetch("prefetch_cpu-epyc-avx512_2026-11"),
     Chart("saves_cpu-xeon-avx512_2026-11",

@@ -26,10 +26,10 @@ GUIDES = (
 )  # fmt: skip
 # Topic of benchmark pages -> first words of their file names, in the order of the navigation.
 TOPICS = {
-    "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "starts", "patches", "patches-read", "lengths"),
+    "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "starts", "patches", "lengths"),
     "Augmentation": ("augment", "transforms", "sample-seeds"),
     "Computing": ("precision", "networks", "compiled", "overhead", "lightning-versions", "groups", "memory", "saves"),
-    "Whole runs": ("public", "promises", "tune", "ablation", "segmentation3d", "resume", "stops", "peers"),
+    "Whole runs": ("public", "promises", "tune", "ablation", "resume", "stops", "peers"),
 }
 # Modules that pages write in front of a function -> their location in the package.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
