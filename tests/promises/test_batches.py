@@ -1,0 +1,173 @@
+"""Batches of any structure, from this process and from worker processes, equal to those of a DataLoader."""
+
+import dataclasses
+from collections import UserDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
+
+from lightning_turbo import PrefetchLoader
+from tests.data.batches import differences
+from tests.data.samples import Rows
+from tests.promises.runs import generators, seed
+
+pytestmark = [pytest.mark.usefixtures("all_ends", "every_loader_has_a_thread"), pytest.mark.timeout(60)]
+
+
+class Pair(NamedTuple):
+    image: Any
+    boxes: Any
+
+
+@dataclasses.dataclass
+class Scan:
+    volume: Any
+    name: str
+
+
+def floats(indices, *shape):
+    """Return float32 numbers of the shape [len(indices), *shape]."""
+    return torch.stack([torch.full(shape, float(index)) for index in indices])
+
+
+def a_dict(indices):
+    return {"x": floats(indices, 3), "y": torch.tensor(indices), "nested": [floats(indices), {"z": floats(indices, 2)}]}
+
+
+def a_namedtuple(indices):
+    return Pair(floats(indices, 3, 4, 4), [floats(range(count + 1), 4) for count in indices])
+
+
+def a_dataclass(indices):
+    return Scan(floats(indices, 2, 2), f"{indices}")
+
+
+def a_user_dict(indices):
+    return UserDict(x=floats(indices, 3), name="name")
+
+
+def dtypes(indices):
+    kinds = (torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8, torch.int16, torch.complex64)
+    return [floats(indices, 3).to(kind) for kind in kinds]
+
+
+def one_storage(indices):
+    whole = floats(indices, 6)
+    return [whole, whole[1:], whole.view(-1), whole]
+
+
+def strides(indices):
+    whole = floats(indices, 3, 4, 4)
+    return [
+        whole.transpose(1, 2),
+        whole[:, ::2],
+        whole[:, :1].expand(-1, 3, -1, -1),
+        whole.contiguous(memory_format=torch.channels_last),
+    ]
+
+
+def empty_and_scalar(indices):
+    return floats(indices, 3)[:0], floats(indices, 0), torch.tensor(indices[0]), [], {}
+
+
+def strings_and_objects(indices):
+    return {"names": [str(index) for index in indices], "none": None, 3: 2.5, "bytes": b"12", "range": range(3)}
+
+
+def arrays(indices):
+    return np.array(indices, dtype=np.float32), np.array(["a", "b"]), np.int64(3), {"x": np.empty((0, 2))}
+
+
+def large(indices):
+    return {"x": floats(indices, 200, 100), "y": torch.tensor(indices)}
+
+
+COLLATES = (
+    *(a_dict, a_namedtuple, a_dataclass, a_user_dict, dtypes, one_storage, strides, empty_and_scalar),
+    *(strings_and_objects, arrays, large),
+)
+
+
+def assert_same(one, two):
+    """Check structure, types, dtypes, strides and bits."""
+    assert type(one) is type(two)
+    parts = (one.data, two.data) if isinstance(one, UserDict) else (one, two)
+    assert differences(*parts) == []
+
+
+def assert_same_batches(dataset, **settings):
+    """Check the batches of an epoch and the random states after it. The plain loader has no worker processes."""
+    found = []
+    plain = {**settings, "num_workers": 0, "multiprocessing_context": None}
+    for kind, given in ((PrefetchLoader, settings), (DataLoader, plain)):
+        seed(0)
+        found.append([*kind(dataset, **given), generators()])
+    for one, two in zip(*found, strict=True):
+        assert_same(one, two)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", COLLATES)
+def test_a_batch_of_any_structure(collate, workers):
+    assert_same_batches(Rows(16), batch_size=4, collate_fn=collate, num_workers=workers)
+
+
+def a_sample(index):
+    return {"array": np.full((2, 3), index), "name": str(index), "pair": Pair(float(index), index), "x": torch.ones(2)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [4, 1, None])
+def test_samples_by_default_collation(batch_size, workers):
+    """The last batch is not full. With ``None`` the samples are not made into batches."""
+    assert_same_batches(Rows(14, a_sample), batch_size=batch_size, shuffle=True, num_workers=workers)
+
+
+def every_structure(indices):
+    return [collate(indices) for collate in COLLATES if collate is not a_user_dict]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_batch_of_a_process_that_is_not_forked(method):
+    settings = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": every_structure}
+    assert_same_batches(Rows(8), batch_size=4, **settings)
+
+
+FLOATS, NUMBERS = torch.randn(18, 3, generator=torch.Generator().manual_seed(0)), torch.arange(18)
+IN_MEMORY = {
+    "TensorDataset": lambda: TensorDataset(FLOATS, NUMBERS, FLOATS.bfloat16()),
+    "tensor": lambda: FLOATS.clone(),
+    "array": lambda: FLOATS.numpy().copy(),
+    "StackDataset": lambda: StackDataset(x=TensorDataset(FLOATS), y=NUMBERS.numpy()),
+    "Subset": lambda: Subset(TensorDataset(FLOATS.double(), NUMBERS), [3, 1, 4, 1, 5, 9, 2, 6, 12]),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"shuffle": True, "drop_last": True}, {"shuffle": True, "num_workers": 1}])
+@pytest.mark.parametrize("make", IN_MEMORY.values(), ids=IN_MEMORY)
+def test_arrays_in_memory(make, settings):
+    assert_same_batches(make(), batch_size=4, **settings)
+
+
+def as_it_is(index):
+    return torch.full((3,), float(index))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [lambda: Rows(16, as_it_is), lambda: TensorDataset(torch.arange(16.0))])
+def test_a_batch_can_be_written_to_and_changes_nothing_else(make, workers):
+    def values(loader):
+        seen = []
+        for batch in loader:
+            batch = batch[0] if isinstance(batch, list) else batch
+            seen.append(batch.tolist())
+            batch.add_(100)
+        return seen
+
+    loader = PrefetchLoader(make(), batch_size=4, num_workers=workers)
+    expected = values(DataLoader(make(), batch_size=4))
+    assert [values(loader), values(loader)] == [expected] * 2
