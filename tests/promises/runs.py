@@ -116,7 +116,7 @@ class Net(LightningModule):
 
 
 class Save(Callback):
-    """Saves a checkpoint after so many steps."""
+    """Saves a checkpoint after so many steps and ends the run."""
 
     def __init__(self, path, steps):
         self.path, self.steps = path, steps
@@ -124,6 +124,7 @@ class Save(Callback):
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == self.steps:
             trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
 
 
 def stock(loaders, *callbacks, **settings):
@@ -154,7 +155,7 @@ def stopped(run, make, stops, folder, *callbacks, **settings):
     seen, path = [], None
     for steps in stops:
         here = folder / f"{steps}.ckpt"
-        # What the run does after its checkpoint is lost with it.
-        seen += run(make(), *callbacks, Save(here, steps), path=path, **settings)[: steps - len(seen)]
+        *steps_seen, _weight = run(make(), *callbacks, Save(here, steps), path=path, **settings)
+        seen += steps_seen
         path = here
     return seen + run(make(), *callbacks, path=path, **settings)

@@ -189,11 +189,11 @@ def test_a_loader_inside_of_a_dataset(workers):
 def test_a_state_goes_on_there_and_with_the_epochs_after_it(whole, batches, workers, own):
     """At zero, in the middle, after the last batch, at the end of an epoch, and in the next one."""
 
-    def make():
-        return shuffled(PrefetchLoader, workers, generator=seeded(3) if own else None)
+    def make(kind=PrefetchLoader, workers=workers):
+        return shuffled(kind, workers, generator=seeded(3) if own else None)
 
     seed(0)
-    straight = make()
+    straight = make(DataLoader, 0)
     epochs = [values(straight) for _ in range(3)]
     seed(0)
     loader = make()
@@ -221,7 +221,7 @@ def test_a_state_before_the_first_batch_fixes_the_order(begun, workers):
 @WORKERS
 def test_three_stops_in_one_epoch(workers):
     seed(0)
-    loader = shuffled(PrefetchLoader, workers)
+    loader = shuffled(DataLoader)
     straight = values(loader), values(loader)
     seed(0)
     loader, seen = shuffled(PrefetchLoader, workers), []
@@ -269,7 +269,7 @@ def test_a_state_after_a_look_at_a_batch_is_that_of_the_running_iterator(workers
         return shuffled(PrefetchLoader, workers)
 
     seed(0)
-    straight = values(make())
+    straight = values(shuffled(DataLoader))
     seed(0)
     loader = make()
     iterator = iter(loader)
@@ -360,7 +360,7 @@ def test_one_loader_for_training_and_validation_saved_within_validation(run, kin
 @pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 0)])
 def test_a_state_goes_on_with_other_workers(before, now):
     seed(0)
-    loader = shuffled(PrefetchLoader, before)
+    loader = shuffled(DataLoader)
     straight = values(loader), values(loader)
     seed(0)
     loader = shuffled(PrefetchLoader, before)

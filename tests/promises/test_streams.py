@@ -62,17 +62,14 @@ class SizedWithState(WithState, Sized):
 
 
 def beside(kind, make, workers, plain=DataLoader):
-    """Check an uninterrupted run, and one with three stops in an epoch."""
+    """Check an epoch with three stops and the one after it."""
 
     def loader(kind):
         return kind(make(), batch_size=4, num_workers=workers)
 
     seed(0)
-    expected = [values(each) for each in [loader(plain)] * 2]
-    seed(0)
-    ahead = loader(kind)
-    assert [values(ahead), values(ahead)] == expected
-    ahead.close()
+    straight = loader(plain)
+    expected = [values(straight), values(straight)]
     seed(0)
     again, seen = loader(kind), []
     for batches in (2, 3, 1):
@@ -83,10 +80,10 @@ def beside(kind, make, workers, plain=DataLoader):
 
 
 @pytest.mark.parametrize(("make", "workers"), [
-    (Unsized, 0), (Unsized, 1), (Unsized, 2), (WithState, 0), (WithState, 1), (WithState, 2), (Sized, 0), (Sized, 2),
-    (SizedWithState, 0),
+    (Unsized, 0), (Unsized, 1), (Unsized, 2), (WithState, 0), (WithState, 1), (WithState, 2), (Sized, 0),
+    (SizedWithState, 1),
 ])  # fmt: skip
-def test_a_stream_is_read_as_by_a_plain_loader_and_stops_three_times_in_an_epoch(make, workers):
+def test_three_stops_in_one_epoch_of_a_stream(make, workers):
     beside(PrefetchLoader, make, workers)
 
 
@@ -96,7 +93,7 @@ def torchdatas(*arguments, **settings):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("make", [WithState, Slow])
-def test_a_loader_of_torchdata_is_read_as_without_and_stops_three_times_in_an_epoch(make, workers):
+def test_three_stops_in_one_epoch_of_a_loader_of_torchdata(make, workers):
     beside(torchdatas, make, workers, plain=StatefulDataLoader)
 
 
@@ -116,10 +113,10 @@ def test_a_stream_with_a_state_is_not_run_through_after_a_stop(make):
 
 
 @pytest.mark.parametrize(("kind", "make", "workers"), [
-    (DataLoader, Unsized, 0), (DataLoader, Sized, 0), (DataLoader, WithState, 0), (DataLoader, WithState, 2),
+    (DataLoader, Unsized, 0), (DataLoader, Sized, 0), (DataLoader, WithState, 0), (DataLoader, WithState, 1),
     (StatefulDataLoader, WithState, 0), (StatefulDataLoader, WithState, 2),
 ])  # fmt: skip
-def test_three_stops_of_a_run_in_one_epoch(kind, make, workers, tmp_path):
+def test_three_stops_in_one_epoch_of_a_run(kind, make, workers, tmp_path):
     """Lightning has fetched one batch more than it used where the stream has no length."""
 
     def loader():
