@@ -222,20 +222,22 @@ def test_an_endless_epoch_is_not_awaited(monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [(), [8]], ids=["a dataset", "a generator"])
-def test_garbage_is_collected_before_measurements(lengths, monkeypatch):
+def test_garbage_is_collected_before_measurements(lengths, monkeypatch, tmp_path):
     """A full collection takes longer than some steps, and would be in the only boundary of some settings."""
+    # A whole path: the collector may call the script's function in another working directory.
+    seen = tmp_path / "seen"
     heard = "if not hasattr(self, 'hears'): import gc; self.hears = True; gc.callbacks.append(lambda phase, info: "
-    heard += "note('seen', '-full') if (phase, info['generation']) == ('stop', 2) else None)"
-    steps = "note('seen', f' {self.current_epoch}.{batch_idx}')"
+    heard += f"note({str(seen)!r}, '-full') if (phase, info['generation']) == ('stop', 2) else None)"
+    steps = f"note({str(seen)!r}, f' {{self.current_epoch}}.{{batch_idx}}')"
     before = list(gc.callbacks)
     try:
         run(monkeypatch, lengths=lengths, steps=3, schedule=f"(exec({heard!r}), {CONSTANT})[1]", step=steps)
     finally:
         gc.callbacks[:] = before
-    seen = Path("seen").read_text().split()
-    assert seen[0].startswith("-full"), "before the first step"
-    assert any(each.startswith("0.4-full") for each in seen), "after two steps of the lead and three of the round"
-    assert seen[-1] == "1.0"
+    noted = seen.read_text().split()
+    assert noted[0].startswith("-full"), "before the first step"
+    assert any(each.startswith("0.4-full") for each in noted), "after two steps of the lead and three of the round"
+    assert noted[-1] == "1.0"
 
 
 TRIPS = {
