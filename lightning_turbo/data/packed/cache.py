@@ -44,8 +44,8 @@ def cache_transforms(
     else: after a change of files or code you get the old samples until you change ``key``. Old folders stay until you
     remove them.
 
-    Several processes may call this at once, such as the ranks of a run: one packs while the others wait. It works with
-    one folder per node or a shared one. After an interruption, the next call continues.
+    Several processes and threads may call this at once, such as the ranks of a run: one packs while the others wait. It
+    works with one folder per node or a shared one. After an interruption, the next call continues.
 
     Args:
         dataset: Has ``__getitem__`` and ``__len__``; returns samples that ``pack`` accepts.

@@ -32,6 +32,8 @@ __all__ = ["CONTENTS", "Packing", "Progress", "digest_of", "digest_of_sample", "
 CONTENTS = "packed.json"
 JOURNAL = "journal"
 PLACES = 10_000  # foreground positions to store per class of a sample
+# Held by the thread that packs. The lock file is one of the process, so that its threads would pass it together.
+_turns = threading.RLock()
 
 Progress = Callable[[int, int], Any]
 
@@ -158,7 +160,7 @@ class Packing:
         first = encoder.begin(self.compress)
         key = digest_of(key or first, len(dataset), self.compress, contents["foreground"])
         with _unfinished_folder(self.target, key) as (folder, journal):
-            if self.target.exists() and not self.overwrite:  # another process has finished it
+            if self.target.exists() and not self.overwrite:  # another process or thread has finished it
                 shutil.rmtree(folder)
                 # An error for ``pack``; a cache uses what the other process wrote.
                 self._check_target()
@@ -374,13 +376,13 @@ def _is_packed(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _unfinished_folder(target: Path, key: str) -> Iterator[tuple[Path, Any]]:
-    """Yield the partial folder beside ``target`` and its journal, while no other process writes there.
+    """Yield the partial folder beside ``target`` and its journal, while no other process or thread writes there.
 
     An interrupted call leaves both, for the next one to continue; so does a full disk.
     """
     folder = target.with_name(target.name + ".partial")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(folder.name + ".lock")):
+    with _turns, _locked(folder.with_name(folder.name + ".lock")):
         folder.mkdir(exist_ok=True)
         with (folder / JOURNAL).open("a+") as journal:
             journal.seek(0)
@@ -415,7 +417,7 @@ def _locked(path: Path) -> Iterator[None]:
     """
     try:
         import fcntl
-    except ImportError:  # on Windows only one process may pack at a time
+    except ImportError:  # on Windows only one process may pack at a time; its threads wait for one another
         yield
         return
     while True:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -214,6 +215,27 @@ def test_an_empty_dataset_and_a_batch_transform_of_different_shapes_are_refused(
         PackedDataset(tmp_path / "out", transform=list)
     packed = PackedDataset(tmp_path / "out", sample_transform=lambda sample: sample.float().mean())
     assert default_collate(packed.__getitems__([0, 1])).tolist() == [packed[0], packed[1]]
+
+
+def slow_row(number):
+    time.sleep(0.002)
+    return np.full((20, 3 + number % 3), number, np.float32)
+
+
+def test_threads_that_pack_one_folder_wait_for_one_another(tmp_path):
+    """The lock file is one of the process, and does not keep its threads apart."""
+
+    def packs(_):
+        try:
+            return pack(Samples(slow_row, 20), tmp_path / "out")["samples"]
+        except FileExistsError:
+            return "exists"
+
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(packs, range(2)), key=str) == [20, "exists"]
+    packed = PackedDataset(tmp_path / "out")
+    assert all(torch.equal(packed[number], torch.from_numpy(slow_row(number))) for number in range(20))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_without_locks_of_files_it_packs_as_well(tmp_path, monkeypatch):
