@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import FusedOptimizers
 from lightning_turbo.callbacks.fused_optimizers import can_fuse, fuse
-from lightning_turbo.errors import NoEffectWarning
+from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
@@ -91,3 +91,44 @@ def test_an_optimizer_with_complex_parameters_is_not_fused():
     with pytest.warns(NoEffectWarning, match="torch.s Adam, .*with real parameters"):
         asked = fit(Complex(adam), FusedOptimizers())
     assert torch.equal(plain.net.phase, asked.net.phase)
+
+
+class Sparse(Module):
+    """Has an embedding with sparse gradients, for which torch has no fused step."""
+
+    def __init__(self, groups):
+        super().__init__(None)
+        self.table = torch.nn.Embedding(8, 4, sparse=True)
+        self.groups = groups
+
+    def training_step(self, batch, batch_idx):
+        return self.net(self.table(batch.long()[:, 0] % 8)).square().mean()
+
+    def configure_optimizers(self):
+        embedding, others = list(self.table.parameters()), list(self.net.parameters())
+        groups = [embedding, others] if self.groups == 2 else [embedding + others]
+        return torch.optim.SGD([{"params": each} for each in groups], lr=0.1)
+
+
+@pytest.mark.parametrize(("groups", "fused"), [(1, [None]), (2, [None, True])])
+def test_a_group_with_sparse_gradients_keeps_its_step(groups, fused):
+    plain = fit(Sparse(groups))
+    with pytest.warns(TurboWarning, match=r"leaves the parameter groups \[0\] of SGD as they are.*group of their own"):
+        asked = fit(Sparse(groups), FusedOptimizers())
+    assert [group["fused"] for group in asked.optimizers().param_groups] == fused
+    torch.testing.assert_close(asked.table.weight, plain.table.weight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(asked.net.weight, plain.net.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_an_optimizer_without_a_fused_step_on_its_device_is_not_fused(monkeypatch):
+    """As Adagrad on CUDA before torch 2.10: torch raises an error in the step."""
+
+    def step(self, closure=None):
+        raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
+
+    class OnOthers(torch.optim.Adagrad):
+        pass
+
+    OnOthers.step = step
+    monkeypatch.setattr("lightning_turbo.callbacks.fused_optimizers.FUSED", (OnOthers,))
+    assert not can_fuse(OnOthers([torch.nn.Parameter(torch.ones(2))]))
