@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
-from lightning_turbo._random import generators_in, same_random_numbers
+from lightning_turbo._random import attributes_of, generators_in, same_random_numbers
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.loading.resumable_sampler import generators_of
+from lightning_turbo.data.loading.resumable_sampler import generators_of, samplers_in
 from lightning_turbo.data.loading.spawned import error_of, start_method
 from lightning_turbo.data.loading.torch_workers import end_workers, is_timeout
-from lightning_turbo.data.sample_seeds import CountedEpochs
 
 __all__ = ["WorkerTuning", "tune_workers", "why_not_processes"]
 
@@ -82,9 +82,11 @@ def tune_workers(
         RuntimeError: If nothing gave a batch; its message lists the error for each number.
 
     Note:
-        Starts and ends worker processes; none is left. The global RNGs, and those that the loader, its samplers and its
-        dataset hold, are restored. Worker processes that give no batch in time are ended, and the search with them; at
-        ``num_workers=0`` a batch that was begun is waited for. An error of ``step`` is raised.
+        Starts and ends worker processes; none is left. Copies of the samplers are measured, so that the samplers stay
+        where they are; one that cannot be copied is an error. The global RNGs, and those that the loader, its samplers
+        and its dataset hold, are restored; whatever else a dataset counts is not. Worker processes that give no batch
+        in time are ended, and the search with them; at ``num_workers=0`` a batch that was begun is waited for. An error
+        of ``step`` is raised.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -146,9 +148,16 @@ def _measure(make_loader: Any, step: Callable[[Any], Any], end: float, parts: in
     expect(isinstance(loader, DataLoader), "make_loader", type(loader).__name__, what, TypeError)
     if num_workers:
         loader.timeout = left
+    # Not by ``or``, which would ask it for a length.
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    held = [*generators_of(loader.generator, sampler), *generators_in(loader.dataset)]
+    try:
+        copies = _copy_samplers(loader, held)
+    except Exception as error:  # whatever a sampler raises
+        return f"its sampler cannot be copied, {type(error).__name__}: {error}".splitlines()[0]
     times: list[float] = []
     until = float("inf")
-    with _same_orders(loader), contextlib.closing(_repeat(loader)) as batches:
+    with same_random_numbers(held), _sampled_by(loader, copies), contextlib.closing(_repeat(loader)) as batches:
         while not times or time.monotonic() < until:
             began = time.monotonic()
             try:
@@ -171,18 +180,23 @@ def _nothing(batch: Any) -> None:
     """Do nothing with a batch."""
 
 
+def _copy_samplers(loader: Any, generators: list[Any]) -> dict[str, Any]:
+    """Return copies of a loader's samplers by their names; they share with them the generators, and the datasets."""
+    samplers = {name: vars(loader)[name] for name in ("batch_sampler", "sampler") if name in vars(loader)}
+    parts = [part for each in samplers.values() for one in samplers_in(each) for part in attributes_of(one).values()]
+    shared = [loader.dataset, *generators, *(part for part in parts if isinstance(part, Dataset))]
+    return copy.deepcopy(samplers, {id(each): each for each in shared})
+
+
 @contextlib.contextmanager
-def _same_orders(loader: Any) -> Iterator[None]:
-    """Leave the generators that a loader holds, and the epoch of a sampler that counts its passes, as they were."""
-    # Not by ``or``, which would ask it for a length.
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    epoch = getattr(sampler, "epoch", 0)
+def _sampled_by(loader: Any, samplers: dict[str, Any]) -> Iterator[None]:
+    """Give a loader other samplers inside the block. By their names, as DataLoader lets nobody set them later."""
+    before = {name: vars(loader)[name] for name in samplers}
+    vars(loader).update(samplers)
     try:
-        with same_random_numbers([*generators_of(loader.generator, sampler), *generators_in(loader.dataset)]):
-            yield
+        yield
     finally:
-        if isinstance(sampler, CountedEpochs):
-            sampler.begin_pass(epoch)
+        vars(loader).update(before)
 
 
 def _repeat(loader: Any) -> Generator[Any, None, None]:

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader, tune_workers
 from tests.data.samples import Rows, Stream
@@ -107,6 +107,51 @@ def test_random_generators_are_put_back_and_the_step_is_measured():
     assert torch.equal(generator.get_state(), expected[0])
     assert torch.equal(torch.get_rng_state(), expected[1])
     assert (random.getstate(), own.getstate()) == expected[2:]
+
+
+class InPlace(Sampler):
+    """Shuffles its own list, and counts its passes."""
+
+    def __init__(self, length):
+        self.order, self.passes, self.random = list(range(length)), 0, random.Random(0)
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        self.passes += 1
+        self.random.shuffle(self.order)
+        return iter(self.order)
+
+
+@pytest.mark.parametrize("cls", [DataLoader, PrefetchLoader])
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_samplers_stay_where_they_are(cls, name):
+    sampler = InPlace(8)
+    given = {"sampler": sampler, "batch_size": 4}
+    if name == "batch_sampler":
+        given = {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
+    loader = cls(range(8), **given)  # the same one for each measurement
+    seen = []
+    tune_workers(lambda num_workers: loader, seconds=0.3, max_workers=0, show=None, step=seen.append)
+    assert len(seen) > 4, "several passes"
+    assert (sampler.passes, sampler.order) == (0, list(range(8)))
+    assert [batch.tolist() for batch in loader] == [
+        batch.tolist() for batch in DataLoader(range(8), 4, False, InPlace(8))
+    ]
+
+
+class OfAFile(InPlace):
+    def __init__(self, length):
+        super().__init__(length)
+        self.lines = (line for line in "ab")
+
+
+def test_a_sampler_that_cannot_be_copied_is_refused():
+    with pytest.raises(
+        RuntimeError, match="num_workers=0: its sampler cannot be copied, TypeError: cannot pickle 'gen"
+    ):
+        tune_workers(maker(range(8), sampler=OfAFile(8)), seconds=0.5, max_workers=0, show=None)
 
 
 def test_workers_that_cannot_be_started_are_refused():
