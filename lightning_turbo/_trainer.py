@@ -35,6 +35,7 @@ __all__ = [
     "replace_strategy",
     "requeue_signal",
     "require_lean_loop",
+    "strategy_that_saves",
     "supports_lean_loop",
     "takes_batch_index",
     "warn_of_open_window",
@@ -177,6 +178,18 @@ def handlers_before_run(trainer: Any) -> dict[int, Any]:
 def keep_handlers(trainer: Any, handlers: dict[int, Any]) -> None:
     """Make Lightning install these signal handlers after the run instead of restoring the program's."""
     trainer._signal_connector._original_handlers.update(handlers)
+
+
+def strategy_that_saves() -> str:
+    """Return the class of the strategy of a Trainer under construction, if it writes checkpoints itself; else empty.
+
+    Called by a method that the Trainer's connector calls. Nothing else tells a ``CheckpointIO`` its strategy, and these
+    strategies never call it.
+    """
+    strategy = getattr(sys._getframe(2).f_locals.get("self"), "strategy", None)
+    names = {each.__name__ for each in type(strategy).__mro__}
+    is_own = names & {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
+    return type(strategy).__name__ if is_own else ""
 
 
 def replace_strategy(trainer: Any, strategy: Any) -> None:

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lightning_turbo import AtomicCheckpointIO
+from lightning_turbo.errors import NoEffectWarning
+from tests.trainers import quiet_trainer
 from tests.versions import unpickling
 
 OLD, NEW = {"step": 1, "w": torch.zeros(4)}, {"step": 2, "w": torch.ones(4), "big": torch.ones(2**20)}
@@ -127,6 +130,23 @@ def test_object_stores_and_storage_options_are_left_to_lightning(path):
         MemoryFileSystem.store.clear()
     with pytest.raises(TypeError, match="storage_options"):
         io.save_checkpoint(OLD, path, storage_options={"a": 1})
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "sharded"])
+def test_a_strategy_that_calls_no_checkpoint_io_is_told_of(strategy, recwarn):
+    def trainer():
+        kind = {"single": SingleDeviceStrategy, "ddp": DDPStrategy, "sharded": ModelParallelStrategy}[strategy]
+        given = kind(device="cpu") if strategy == "single" else kind()
+        return quiet_trainer(strategy=given, plugins=[AtomicCheckpointIO(background=True)])
+
+    if strategy == "sharded":
+        with pytest.warns(
+            NoEffectWarning, match="^AtomicCheckpointIO has no effect under ModelParallelStrategy, which"
+        ):
+            trainer()
+    else:
+        assert isinstance(trainer().strategy.checkpoint_io, AtomicCheckpointIO)
+        assert not [each for each in recwarn if issubclass(each.category, NoEffectWarning)]
 
 
 # Background saves
