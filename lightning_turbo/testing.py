@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_turbo._random import set_shared_state, shared_state
 __all__ = ["ResumeReport", "check_resume", "report_resume"]
 
 _MOST = 8  # samples listed in a message
+_PLAIN = (int, float, complex, str, bytes, np.generic, type(None))  # a bool is an int
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class ResumeReport:
     """Samples seen less often than without a stop."""
     in_order: bool
     """Whether the samples came in the same order in every epoch."""
+    reproducible: bool
+    """Whether a second run without a stop yields the same as the first; otherwise the others say nothing."""
     faults: tuple[str, ...] = field(default=(), repr=False)
     """One sentence for each epoch that differs."""
 
@@ -53,15 +57,16 @@ def check_resume(
 ) -> None:
     """Raise an error if a loader that is stopped and resumed yields other samples than one that never stops.
 
-    For each number of workers, the loader is built and iterated to the end. Then it is iterated again with stops:
-    before and after each epoch, and at random batches inside it. At a stop, its state is pickled and the loader
-    discarded; a new loader loads the state and continues, with the states of the global RNGs of torch, NumPy and
-    Python, like a resumed Trainer run with ``ExactResume``. ``set_epoch`` of the loader and its samplers is called
-    before each epoch.
+    For each number of workers, the loader is built and iterated to the end, twice, to see that two runs without a stop
+    yield the same. Then it is iterated again with stops: before and after each epoch, and at random batches inside it.
+    At a stop, its state is pickled and the loader discarded; a new loader loads the state and continues, with the
+    states of the global RNGs of torch, NumPy and Python, like a resumed Trainer run with ``ExactResume``. ``set_epoch``
+    of the loader and its samplers is called before each epoch.
 
     Args:
         make_loader: ``make_loader(workers)`` returns a new loader with ``state_dict`` and ``load_state_dict``. Its
-            batches are tensors, arrays, numbers or strings in lists, tuples or dicts. With ``ranks``, it is called as
+            batches are tensors (sparse and nested ones too, but not quantized), arrays, numbers, strings, bytes and
+            ``None``, in lists, tuples, mappings (such as ``UserDict``) and dataclasses. With ``ranks``, it is called as
             ``make_loader(workers, rank, world_size)``.
         stops: Number of stops at random batches of each epoch, at least 0.
         workers: Numbers of worker processes; each is tested separately.
@@ -72,8 +77,9 @@ def check_resume(
 
     Raises:
         AssertionError: If samples were seen twice, never or in another order; the message says which and after which
-            stops.
-        TypeError: If the loader lacks ``state_dict`` or ``load_state_dict``, or an argument has the wrong type.
+            stops. If two runs without a stop differ already, it says so.
+        TypeError: If the loader lacks ``state_dict`` or ``load_state_dict``, a batch holds anything else than the
+            above, or an argument has the wrong type.
         ValueError: If an argument is out of range.
 
     Example:
@@ -86,6 +92,13 @@ def check_resume(
     valid = is_list(workers) and workers and all(is_whole(each, 0) for each in workers)
     expect(valid, "check_resume(workers)", workers, "integers of 0 or more", TypeError)
     reports = [report_resume(make_loader, stops=stops, workers=each, ranks=ranks, epochs=epochs) for each in workers]
+    if unseeded := [report.workers for report in reports if not report.reproducible]:
+        raise AssertionError(
+            f"Two runs without a stop differ already (workers={unseeded}), with the same global random generators: one "
+            "that the loader, its dataset or its transforms hold has no seed, or goes on from run to run. Make all of "
+            "them in make_loader, and seed what it builds: np.random.RandomState(0), set_random_state(seed=0) of "
+            "MONAI's transforms. Nothing is known of the resume before that."
+        )
     faults = [f"workers={report.workers}: {fault}" for report in reports for fault in report.faults]
     if faults:
         raise AssertionError("The loader does not resume exactly.\n" + "\n".join(faults))
@@ -110,7 +123,7 @@ def report_resume(
     expect(valid, "check_resume(ranks)", ranks, "integers of 1 or more", TypeError)
     before = shared_state()
     try:
-        whole = _Run(make_loader, workers, ranks).epochs_of(epochs, 0)
+        whole, again = (_Run(make_loader, workers, ranks).epochs_of(epochs, 0) for _ in range(2))
         run = _Run(make_loader, workers, ranks)
         resumed = run.epochs_of(epochs, stops, whole)
     finally:
@@ -124,6 +137,7 @@ def report_resume(
         twice=sum((Counter(got) - Counter(expected)).total() for expected, got in pairs),
         never=sum((Counter(expected) - Counter(got)).total() for expected, got in pairs),
         in_order=all(expected == got for expected, got in pairs),
+        reproducible=whole == again,
         faults=tuple(
             f"epoch {epoch}, stopped after samples {run.stopped_in(epoch)}: {_fault(expected, got)}"
             for epoch, (expected, got) in enumerate(pairs)
@@ -242,27 +256,62 @@ def _samples_of(batch: Any) -> list[str]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the tensors, arrays and lists of numbers or texts in a batch, as arrays whose rows are samples."""
-    if isinstance(value, dict):
-        for key in sorted(value, key=repr):
-            yield from _leaves(value[key])
-    elif isinstance(value, torch.Tensor):
-        yield value.detach().cpu().reshape(1) if value.ndim == 0 else value.detach().cpu()
-    elif isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str, bytes)) for each in value):
-        for each in value:
-            yield from _leaves(each)
+    """Yield the tensors, arrays and lists of plain values in a batch, whose rows are samples."""
+    if isinstance(value, torch.Tensor) and not value.is_quantized:
+        yield from _leaves_of_tensor(value.detach().cpu())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield np.atleast_1d(value)
+    elif isinstance(value, _PLAIN):
+        yield [value]
+    elif isinstance(value, (list, tuple)) and all(isinstance(each, _PLAIN) for each in value):
+        yield value
     else:
-        yield np.atleast_1d(np.asarray(value))
+        for part in _parts(value):
+            yield from _leaves(part)
+
+
+def _leaves_of_tensor(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    if value.is_nested:
+        yield from value.unbind()
+        return
+    dense = value.as_subclass(torch.Tensor) if value.layout is torch.strided else value.to_dense()
+    yield dense.reshape(1) if dense.ndim == 0 else dense
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the parts of a container; of any other kind it is unknown whether two of them are equal."""
+    if isinstance(value, Mapping):
+        return [value[key] for key in sorted(value, key=repr)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, each.name) for each in dataclasses.fields(value)]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(
+        "batch: expected tensors, arrays, numbers, strings, bytes and None in lists, tuples, mappings or dataclasses, "
+        f"got {type(value).__name__}. Convert it in collate_fn, or in a loader around this one."
+    )
 
 
 def _word(parts: list[Any]) -> str:
-    values = [part.numpy() if isinstance(part, torch.Tensor) else np.asarray(part) for part in parts]
-    if sum(value.size for value in values) <= 2:
-        return " ".join(str(item) for value in values for item in value.reshape(-1).tolist())
+    """Return a text for one row of each leaf, which differs where a bit differs."""
+    if sum(math.prod(getattr(part, "shape", ())) for part in parts) <= 2:
+        values = [part.reshape(-1).tolist() if hasattr(part, "shape") else [part] for part in parts]
+        return " ".join(str(item) for value in values for item in value)
     digest = hashlib.blake2b(digest_size=6)
-    for value in values:
-        digest.update(str((value.dtype, value.shape)).encode() + value.tobytes())
+    for part in parts:
+        digest.update(_bytes(part))
     return digest.hexdigest()
+
+
+def _bytes(part: Any) -> bytes:
+    if isinstance(part, torch.Tensor):  # NumPy lacks some of its dtypes
+        kind = str((part.dtype, tuple(part.shape))).encode()
+        return kind + part.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(part, np.ndarray):
+        return str((part.dtype, part.shape)).encode() + part.tobytes()
+    return repr(part).encode()
 
 
 def _samples(steps: list[Step]) -> list[str]:

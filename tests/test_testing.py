@@ -1,5 +1,9 @@
 """check_resume reports errors of loaders that are stopped and resumed; loaders of this package have none."""
 
+import dataclasses
+from collections import UserDict, namedtuple
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -122,6 +126,86 @@ def test_the_report_counts():
     report = report_resume(make(Forgets), stops=2, workers=0, epochs=1)
     assert report.twice > 0 == report.never
     assert not report.in_order
+
+
+@dataclasses.dataclass
+class Texts:
+    tokens: torch.Tensor
+
+
+Pair = namedtuple("Pair", ["tokens", "rest"])
+KINDS = {
+    "UserDict": lambda tokens: UserDict({"tokens": tokens}),
+    "dataclass": Texts,
+    "namedtuple": lambda tokens: Pair(tokens, [Texts(tokens)]),
+    "array": lambda tokens: tokens.numpy(),
+    "array of objects": lambda tokens: np.array([{"tokens": row.tolist()} for row in tokens], dtype=object),
+    "bfloat16": lambda tokens: tokens.bfloat16(),
+    "float8": lambda tokens: tokens.to(torch.float8_e4m3fn),
+    "complex, transposed": lambda tokens: (tokens * 1j).t().conj(),
+    "sparse": lambda tokens: {"tokens": tokens.to_sparse()},
+    "nested": lambda tokens: torch.nested.nested_tensor(list(tokens), layout=torch.jagged),
+    "bytes": lambda tokens: [row.numpy().tobytes() for row in tokens],
+}
+
+
+class Padded(PrefetchLoader):
+    """Its batches differ in the middle of a long row, which a printed text leaves out."""
+
+    kind: staticmethod
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            tokens = torch.zeros(len(batch), 2000)
+            tokens[:, 1000] = batch + (0.5 if getattr(self, "is_wrong", False) else 0)
+            yield self.kind(tokens)
+
+
+class Wrong(Padded):
+    """Yields other values after it is resumed."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.is_wrong = True
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_batches_of_each_kind_are_compared_by_all_that_is_in_them(kind):
+    def loader(cls):
+        return lambda workers: type("Loader", (cls,), {"kind": staticmethod(kind)})(range(8), batch_size=4)
+
+    check_resume(loader(Padded), workers=(0,), stops=1, epochs=1)
+    with pytest.raises(AssertionError, match="does not resume exactly"):
+        check_resume(loader(Wrong), workers=(0,), stops=1, epochs=2)
+
+
+def test_other_kinds_of_batches_are_refused():
+    def loader(collate):
+        return lambda workers: PrefetchLoader(range(8), batch_size=4, collate_fn=collate)
+
+    for collate, name in ((set, "set"), (lambda samples: {"x": [object()]}, "object"), (lambda samples: Texts, "type")):
+        with pytest.raises(TypeError, match=f"^batch: expected tensors, .*, got {name}. Convert it in collate_fn"):
+            check_resume(loader(collate), workers=(0,))
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, seed):
+        self.random = np.random.RandomState(seed)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.random.rand()])
+
+
+def test_a_loader_without_a_seed_is_told_from_one_that_does_not_resume():
+    check_resume(lambda workers: PrefetchLoader(Noisy(0), batch_size=4), workers=(0,))
+    with pytest.raises(
+        AssertionError, match=r"^Two runs without a stop differ already \(workers=\[0\]\).*seed what it b"
+    ):
+        check_resume(lambda workers: PrefetchLoader(Noisy(None), batch_size=4), workers=(0,))
+    assert not report_resume(lambda workers: PrefetchLoader(Noisy(None), batch_size=4), stops=0, workers=0).reproducible
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
