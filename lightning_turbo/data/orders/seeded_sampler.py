@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._checks import check_switches
-from lightning_turbo._distributed import rank_and_size
+from lightning_turbo._distributed import rank_and_size, refuse_tensor_parallel
 from lightning_turbo.data.sample_seeds import check_seed
 
 __all__ = ["SeededSampler"]
@@ -33,7 +33,8 @@ class SeededSampler(DistributedSampler[Any]):
 
     Raises:
         TypeError: If ``seed`` is not an integer, or ``shuffle`` or ``drop_last`` is not a bool.
-        ValueError: If ``seed`` or ``rank`` is out of range.
+        ValueError: If ``seed`` or ``rank`` is out of range, or at a pass if some ranks are tensor-parallel peers, as
+            under Lightning's ``ModelParallelStrategy``, and ``num_replicas`` and ``rank`` are not given.
 
     Note:
         Call ``set_epoch`` before each epoch, as with ``DistributedSampler``; Lightning does.
@@ -68,6 +69,8 @@ class SeededSampler(DistributedSampler[Any]):
         """Set how many ranks there are, and how many samples each has, to the numbers of now."""
         rank, size = rank_and_size()
         size_given, rank_given = self._ranks
+        if size_given is None or rank_given is None:
+            refuse_tensor_parallel(type(self).__name__)
         epoch = self.epoch
         super().__init__(
             self.dataset,

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_turbo import LengthBatchSampler, Prefetch, WeightedSampler
+from lightning_turbo import LengthBatchSampler, Prefetch, SeededSampler, WeightedSampler
 
 CASES = (
     ("ddp", "by length", "outside"),
@@ -102,4 +103,47 @@ def main(folder):
         trainer.predict(model, datamodule=data, return_predictions=False)
         found[f"{strategy}, {order}, {where}"] = model.seen
     found["own"] = warns_of_own_batches()
+    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+class Parallel(LightningModule):
+    """Its ranks are tensor-parallel peers. ``tells``: its loader gives the data-parallel ranks to the sampler."""
+
+    def __init__(self, order, tells):
+        super().__init__()
+        self.order, self.tells, self.seen = order, tells, []
+
+    def configure_model(self):
+        self.layer = torch.nn.Linear(1, 1)
+
+    def train_dataloader(self):
+        mesh = self.device_mesh["data_parallel"]
+        ranks = {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()} if self.tells else {}
+        if self.order == "by length":
+            return DataLoader(range(8), batch_sampler=LengthBatchSampler([1, 2] * 4, batch_size=2, seed=1, **ranks))
+        kind = (
+            SeededSampler(range(8), 1, **ranks) if self.order == "seeded" else WeightedSampler([1] * 8, seed=1, **ranks)
+        )
+        return DataLoader(range(8), batch_size=2, sampler=kind)
+
+    def training_step(self, batch, index):
+        self.seen += batch.tolist()
+        return self.layer(batch[:, None].float()).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def tensor_parallel_peers(folder):
+    found = {}
+    for order in ("seeded", "by weight", "by length"):
+        for tells in (False, True):
+            strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+            trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, barebones=True)
+            model = Parallel(order, tells)
+            try:
+                trainer.fit(model)
+                found[f"{order}, {tells}"] = model.seen
+            except ValueError as error:
+                found[f"{order}, {tells}"] = str(error)
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))

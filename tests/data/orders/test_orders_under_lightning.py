@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_turbo import LengthBatchSampler, WeightedSampler
-from tests.data.orders.orders_worker import CASES, LENGTHS, main
+from tests.data.orders.orders_worker import CASES, LENGTHS, main, tensor_parallel_peers
 from tests.ranks import run_ranks
 
 
@@ -24,6 +24,21 @@ def test_two_ranks_are_given_what_the_orders_say(tmp_path):
             # A prediction is of the epoch that was set last.
             predicted = [batch for _, batch in seen["predict"]]
             assert predicted in [expected(case, rank, epoch) for epoch in (0, 1, 2)]
+
+
+@pytest.mark.distributed
+def test_tensor_parallel_peers_are_refused_unless_the_data_parallel_ranks_are_given(tmp_path):
+    run_ranks(tensor_parallel_peers, tmp_path)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second, "peers see the same samples"
+    for order, name in (
+        ("seeded", "SeededSampler"),
+        ("by weight", "WeightedSampler"),
+        ("by length", "LengthBatchSamp"),
+    ):
+        assert first[f"{order}, False"].startswith(name)
+        assert "expected data-parallel ranks alone, or num_replicas and rank, got 2 ranks" in first[f"{order}, False"]
+        assert len(first[f"{order}, True"]) == 8
 
 
 def given(seen, epoch):
