@@ -43,7 +43,7 @@ from lightning_turbo.tune.validation import TimedValidation
 __all__ = ["PhaseProbe", "Probe", "WholeEpoch", "prepare_trainer", "trainer_in_construction"]
 
 LOSSES = 400  # of the first steps, for comparison
-STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy")
+STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy", "DDPStrategy")
 BORDER_SECONDS = 3.0  # of steps until the end of an epoch of unknown length
 
 
@@ -373,7 +373,7 @@ def replace_in_construction(trainer: Any, options: Mapping[str, Any], ranks: int
     devices = len(getattr(old, "parallel_devices", None) or [old.root_device])
     # Checked before it starts processes for further ranks.
     if name not in (STRATEGIES if ranks == 1 else STRATEGIES_OF_RANKS) or devices not in (1, ranks):
-        expected = "one device and the default strategy, or 'turbo', or 'ddp' with its number of devices as --ranks"
+        expected = "one device with the default strategy, 'turbo' or 'ddp'; or 'ddp' with its devices as --ranks"
         probe.refuse(f"its Trainer has strategy {name} and {devices} devices; expected {expected}.")
     if ranks > 1 and (options or name != "DDPStrategy"):
         kind = lightning_turbo.TurboDDPStrategy if options else DDPStrategy

@@ -2,11 +2,14 @@
 
 import dataclasses
 import gc
+import os
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from lightning_turbo.measure import RoundTimer, SkippedError
 from lightning_turbo.tune.candidates import combine, list_candidates
@@ -150,6 +153,26 @@ def test_a_script_reads_its_own_trainer(places, monkeypatch):
     left = {path.name for path in Path().iterdir()} - {"train.py", "temporary"}
     assert left <= {"wrote"}
     assert not Path("wrote").exists() or Path("wrote").read_text() == ""
+
+
+@pytest.mark.parametrize("names", [(), ("lean",)], ids=["as it is", "with another strategy"])
+def test_a_script_with_ddp_on_one_device_is_measured(names, monkeypatch):
+    arguments = '"strategy": "ddp", "devices": 1'
+    kind = "TurboStrategy" if names else "DDPStrategy"
+    step = f"assert type(self.trainer.strategy).__name__ == {kind!r}; assert self.trainer.world_size == 1"
+    with mock.patch.dict(os.environ):  # Lightning sets the addresses of the ranks
+        try:
+            assert run(monkeypatch, names=names, arguments=arguments, step=step)["losses"]
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+def test_ranks_are_not_measured_as_one(monkeypatch):
+    with pytest.raises(
+        SkippedError, match="DDPStrategy and 2 devices; expected one device with the default strategy, 't"
+    ):
+        run(monkeypatch, arguments='"strategy": "ddp", "devices": 2')
 
 
 @pytest.mark.parametrize("mode", ["step", "one batch"])
