@@ -6,9 +6,8 @@ import os
 import signal
 import threading
 import time
-import zipfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,22 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import expect, is_list, is_number
 from lightning_turbo._distributed import error_under_way, host_group, rank_and_size
-from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_info
+from lightning_turbo._lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    check_binding,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_turbo._replaced import ReplacedMethod
 from lightning_turbo._trainer import handlers_before_run, is_fitting, keep_handlers, requeue_signal
+from lightning_turbo.errors import TurboWarning
 
 __all__ = ["Preemption", "attach_preemption"]
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+_TIME, _REQUEUE = 0, -1  # reasons to act beside the numbers of signals: the time limit, and Slurm through Lightning
 
 
 class Preemption(Callback):
@@ -33,19 +41,22 @@ class Preemption(Callback):
 
     The ranks share a signal to any of them, on the host, after each optimizer step. All of them save one checkpoint,
     ``preempted.ckpt``, after the same step, at most one step after the signal, and after the work due at that step
-    (validation, other checkpoints). Then they exit with status 75. With ``ExactResume``, as under the turbo strategies,
-    a run that resumes from the file equals one that never stopped. ``"turbo_ddp"`` adds
-    ``Preemption(signals=("SIGTERM",))`` if there is none.
+    (validation, other checkpoints, the hooks at the end of an epoch). Then each rank calls the handler that the program
+    had installed for the signal, and exits with status 75, unless that handler ends the process. A run that ends by
+    itself at that step is not stopped: it makes its last hooks, and the handler is called after them. With
+    ``ExactResume``, as under the turbo strategies, a run that resumes from the file equals one that never stopped.
+    ``"turbo_ddp"`` adds ``Preemption(signals=("SIGTERM",))`` if there is none.
 
     The file is written where ``ModelCheckpoint`` saves, or to the Trainer's ``default_root_dir``; the next preemption
     replaces it. Further signals while it is written have no effect. Worker processes of loaders ignore the signals.
 
     In a Slurm job that Lightning requeues (``SLURMEnvironment(auto_requeue=True)``), the ranks share its signal in the
-    same way and then leave it to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job.
+    same way and then leave it to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job. Where the program has
+    a handler of its own for that signal, as submitit's, Lightning does not requeue, and the signal is one like others.
 
     Args:
         signals: Names of the signals. The default skips those that the system lacks. The program's own handlers are
-            called too.
+            called too, after the save and with ``None`` as the frame.
         time_limit: Seconds, or a ``timedelta``, from now until the process must have ended. The run ends when the
             remaining time falls below twice its longest step, validation and saving included, plus a tenth of the limit
             (at most one minute). ``None``: no limit.
@@ -54,10 +65,14 @@ class Preemption(Callback):
         TypeError: If an argument has the wrong type.
         ValueError: If a signal is unknown or cannot be handled, or the time limit is not above 0.
 
+    Warns:
+        TurboWarning: If ``fit`` runs in another thread than the main one, where Python handles no signals: it obeys the
+            time limit alone.
+
     Note:
-        Python handles signals in the main thread; a fit in another thread only obeys the time limit. A signal during
-        validation waits for its end. No checkpoint holds gradients, so the run ends at the end of an accumulation
-        window. torchrun kills processes that still run 30 seconds after its own signal.
+        A signal during validation waits for its end. No checkpoint holds gradients, so the run ends at the end of an
+        accumulation window. torchrun kills processes that still run 30 seconds after its own signal. Without
+        ``ExactResume``, Lightning counts an epoch too many with ``max_steps`` after a stop at the end of an epoch.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -76,7 +91,7 @@ class Preemption(Callback):
         expect(seconds is None or seconds > 0, "Preemption(time_limit)", time_limit, "more than 0 seconds")
         self._signals = _numbers(signals)
         self._clock = _Clock(seconds)
-        self._shared = _SharedSignals()
+        self._shared = _SharedSignals(self._signals)
         self._cleanup = ExitStack()  # undoes what a run changes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,8 +101,9 @@ class Preemption(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the worker processes of loaders ignore the signals."""
         self._cleanup.close()
+        self._shared = _SharedSignals(self._signals)
         if stage == "fit":
-            self._shared = _SharedSignals()
+            self._warn_in_a_thread()
             replaced = ReplacedMethod(trainer.strategy, "process_dataloader", self._process)
             self._cleanup.callback(replaced.put_back)
 
@@ -101,7 +117,10 @@ class Preemption(Callback):
         self._shared.connect()
         self._clock.start()
         loop: Any = trainer.fit_loop.epoch_loop
-        replaced = [ReplacedMethod(loop, "on_advance_end", self._after_batch(trainer, loop))]
+        replaced = [
+            ReplacedMethod(loop, "on_advance_end", self._obey_after(trainer, _is_last_of_epoch)),
+            ReplacedMethod(trainer.fit_loop, "on_advance_end", self._obey_after(trainer, _is_last_epoch)),
+        ]
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6 synchronizes in every batch for it
             replaced.append(ReplacedMethod(loop, "_broadcast_sigterm_tensor", lambda method: None))
         for each in replaced:
@@ -117,22 +136,34 @@ class Preemption(Callback):
         self._cleanup.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo all changes."""
+        """Undo all changes, and leave signals to the program for which this run, which ended by itself, did not end."""
         self._cleanup.close()
+        self._shared.call_program(self._shared.received)
 
     @staticmethod
     def resume_path(folder: str | os.PathLike[str]) -> str | None:
         """Return the newest complete checkpoint below a folder, whatever its name, to pass as ``ckpt_path``.
 
         Args:
-            folder: May be missing. Links are followed; broken links and incomplete files are skipped.
+            folder: May be missing. Links to files and folders are followed; broken links, incomplete files, and files
+                of weights alone, from which no training resumes, are skipped.
 
         Returns:
-            The path, or ``None`` if there is no complete ``.ckpt`` file, so that the run starts from scratch.
+            The path, or ``None`` if there is no such ``.ckpt`` file, so that the run starts from scratch.
         """
-        files = [path for path in Path(folder).rglob("*.ckpt") if path.is_file()]
-        newest = sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
-        return next((str(path) for path in newest if _is_complete(path)), None)
+        newest = sorted(_checkpoints_below(folder), reverse=True)
+        return next((str(path) for _, _, path in newest if _may_resume_from(path)), None)
+
+    def _warn_in_a_thread(self) -> None:
+        thread = threading.current_thread()
+        if self._signals and thread is not threading.main_thread():
+            names = ", ".join(signal.Signals(number).name for number in self._signals)
+            rank_zero_warn(
+                f"Preemption(signals): expected fit in the main thread, where Python handles signals, got the thread "
+                f"{thread.name!r}: this run is not saved on {names}. Call fit in the main thread, or let the run end "
+                "before its job: Preemption(signals=(), time_limit=SECONDS).",
+                category=TurboWarning,
+            )
 
     def _process(self, process: Callable[[object], object], dataloader: object) -> object:
         loader = process(dataloader)
@@ -146,8 +177,10 @@ class Preemption(Callback):
         """Install the handlers; Lightning has installed its own by now and restores the program's after the run."""
         if threading.current_thread() is not threading.main_thread():
             return
-        requeue = requeue_signal(trainer)
         program = handlers_before_run(trainer)
+        requeue = requeue_signal(trainer)
+        if requeue is not None and program.get(requeue) not in (None, signal.SIG_DFL):
+            requeue = None  # Lightning leaves it to the program
         for number in {*self._signals, *([] if requeue is None else [requeue])}:
             before = signal.getsignal(number)
             if getattr(before, "__self__", None) is self._shared:
@@ -156,45 +189,57 @@ class Preemption(Callback):
                 self._shared.requeue = before if callable(before) else None
                 signal.signal(number, self._shared.receive_requeue)
             else:
-                self._shared.others[number] = program.get(number)
+                self._shared.program[number] = program.get(number)
                 signal.signal(number, self._shared.receive)
             self._cleanup.callback(_put_back, number, self._shared, before)
 
-    def _after_batch(self, trainer: Any, loop: Any) -> Callable[..., None]:
+    def _obey_after(self, trainer: Any, is_last: Callable[[Any], bool]) -> Callable[..., None]:
+        """Return what replaces the method that ends a batch, or an epoch, and obeys signals unless it was the last."""
+
         def on_advance_end(method: Callable[..., None], *args: Any) -> None:
-            # First the work due after this batch, so that the checkpoint counts a validation as done.
+            # First the work due here, so that the checkpoint counts a validation, or the hooks of an epoch, as done.
             method(*args)
             # A checkpoint holds no gradients, so a run ends between optimizer steps, not inside a window.
-            if not loop._should_accumulate():
+            if not (trainer.fit_loop._should_accumulate() or is_last(trainer)):
                 self._obey(trainer)
 
         return on_advance_end
 
     def _obey(self, trainer: Any) -> None:
         if self._clock.is_nearly_over():
-            self._shared.stop = True
-        stop, requeue = self._shared.by_all()
-        if requeue and self._shared.requeue is not None:
-            self._shared.requeue(requeue_signal(trainer), None)  # called on all ranks, because it saves
-        if stop:
-            self._end(trainer)
+            self._shared.received.add(_TIME)
+        received = self._shared.by_all()
+        if _REQUEUE in received:
+            received.remove(_REQUEUE)
+            self._shared.requeue_once(requeue_signal(trainer))
+        if received:
+            self._end(trainer, received)
 
-    def _end(self, trainer: Any) -> None:
+    def _end(self, trainer: Any, received: set[int]) -> None:
         """Save, unless Lightning has saved for the requeued job, and end this process."""
         callback = trainer.checkpoint_callback
         path = Path(getattr(callback, "dirpath", None) or trainer.default_root_dir) / "preempted.ckpt"
         saves = not self._shared.was_requeued
         if saves:
             trainer.save_checkpoint(path)
+            # A handler of the program may end the whole job, so a file that is written in a thread is completed first.
+            trainer.strategy.checkpoint_io.teardown()
         self._shared.close()
         trainer.strategy.barrier("Preemption")  # a launcher may kill all ranks once the first one has ended
-        # Signals have no effect until the process has ended.
-        keep_handlers(trainer, dict.fromkeys(self._signals, self._shared.receive))
+        self._ignore_signals(trainer)
         where = f"The state of step {trainer.global_step} is in {path}." if saves else ""
         rank_zero_info(
             f"Preemption: stopping after a signal or at the time limit. {where}The exit status is {self.EXIT_STATUS}."
         )
+        self._shared.call_program(received)
         raise SystemExit(self.EXIT_STATUS)
+
+    def _ignore_signals(self, trainer: Any) -> None:
+        """Make signals have no effect until the process has ended, also once this callback and Lightning are gone."""
+        keep_handlers(trainer, dict.fromkeys(self._signals, _ignore))
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                signal.signal(number, _ignore)
 
 
 def attach_preemption(trainer: Any) -> None:
@@ -212,11 +257,12 @@ class _SharedSignals:
     no collective and acts after the step in which the signal arrived.
     """
 
-    def __init__(self) -> None:
-        self.stop = self.was_requeued = False
-        self.others: dict[int, Any] = {}  # the program's handlers, by signal
+    def __init__(self, signals: Sequence[int]) -> None:
+        self.received: set[int] = set()  # by this rank: numbers of signals, ``_TIME`` and ``_REQUEUE``
+        self.program: dict[int, Any] = {}  # the program's handlers, by signal
         self.requeue: Callable[..., Any] | None = None  # Lightning's handler
-        self._requeue_received = False
+        self.was_requeued = False
+        self._kinds = (_TIME, _REQUEUE, *signals)
         self._group: Any = None
         self._pending: tuple[Any, torch.Tensor] | None = None
 
@@ -226,29 +272,36 @@ class _SharedSignals:
 
     def receive(self, number: int, frame: Any) -> None:
         """Handle a signal that ends the run."""
-        self.stop = True
-        if callable(other := self.others.get(number)):
-            other(number, frame)
+        self.received.add(number)
 
     def receive_requeue(self, number: int, frame: Any) -> None:
         """Handle the signal on which Lightning requeues the job."""
-        self._requeue_received = True
+        self.received.add(_REQUEUE)
 
-    def by_all(self) -> tuple[bool, bool]:
-        """Return whether any rank wants to stop, and whether to requeue the job, which is true only once."""
-        own = torch.tensor([self.stop, self._requeue_received], dtype=torch.int32)
+    def by_all(self) -> set[int]:
+        """Return what any rank has received."""
+        own = torch.tensor([kind in self.received for kind in self._kinds], dtype=torch.int32)
         if self._group is not None:
             work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
             pending = self._pending
             self._pending = (work, own)
             if pending is None:  # there is none before the first step
-                return False, False
+                return set()
             pending[0].wait()
             own = pending[1]
-        stop, requeue = map(bool, own.tolist())
-        first = requeue and not self.was_requeued
-        self.was_requeued |= requeue
-        return stop, first
+        return {kind for kind, received in zip(self._kinds, own.tolist(), strict=True) if received}
+
+    def requeue_once(self, number: int | None) -> None:
+        """Call Lightning's handler, on all ranks because it saves, unless it was called."""
+        if not self.was_requeued and self.requeue is not None:
+            self.was_requeued = True
+            self.requeue(number, None)
+
+    def call_program(self, received: set[int]) -> None:
+        """Call the program's own handlers of these signals."""
+        for number in sorted(received):
+            if callable(handler := self.program.get(number)):
+                handler(number, None)
 
     def close(self) -> None:
         """Wait for the last collective, which a process must not leave behind, unless an exception is being handled."""
@@ -317,10 +370,44 @@ def _numbers(names: Any) -> list[int]:
     return [int(number) for number in known.values() if number is not None]
 
 
-def _is_complete(path: Path) -> bool:
-    """Return whether a checkpoint has the table that torch writes last, at its end."""
+def _ignore(number: int, frame: Any) -> None:
+    """Handle a signal by doing nothing; unlike ``SIG_IGN``, programs that this one starts do not inherit it."""
+
+
+def _checkpoints_below(folder: str | os.PathLike[str]) -> Iterator[tuple[int, str, Path]]:
+    """Yield the time of modification, name and path of each ``.ckpt`` file, except those that vanish meanwhile."""
+    looked_into: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if (place := os.path.realpath(parent)) in looked_into:  # a link to a folder above, or to one seen already
+            folders.clear()
+            continue
+        looked_into.add(place)
+        for path in (Path(parent, name) for name in names if name.endswith(".ckpt")):
+            with suppress(FileNotFoundError):
+                yield path.stat().st_mtime_ns, path.name, path
+
+
+def _may_resume_from(path: Path) -> bool:
+    """Return whether a checkpoint has the table that torch writes last, at its end, and states of optimizers."""
     try:
-        with zipfile.ZipFile(path) as file:
-            return bool(file.namelist())
-    except (zipfile.BadZipFile, OSError):
+        record = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
+    except (RuntimeError, OSError):
         return False
+    return b"optimizer_states" in record
+
+
+def _is_last_of_epoch(trainer: Any) -> bool:
+    """Return whether an epoch ends after this batch; a run that goes on from here would not call its last hooks."""
+    return trainer.fit_loop.epoch_loop._is_training_done or _stops_early(trainer)
+
+
+def _is_last_epoch(trainer: Any) -> bool:
+    """Return whether a run ends with this epoch, as ``FitLoop.done`` does, which prints it too."""
+    has_all_steps = trainer.global_step >= trainer.max_steps != -1
+    has_all_epochs = trainer.fit_loop.epoch_progress.current.processed >= trainer.max_epochs != -1
+    return has_all_steps or has_all_epochs or _stops_early(trainer)
+
+
+def _stops_early(trainer: Any) -> bool:
+    """Return whether ``should_stop``, which no checkpoint holds, ends the run now."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early

@@ -5,9 +5,10 @@ import os
 import random
 import re
 import signal
-import threading
+import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_turbo import AtomicCheckpointIO, ExactResume, Preemption, PrefetchLoader, TurboDDPStrategy
 from lightning_turbo.callbacks import preemption
+from lightning_turbo.errors import TurboWarning
 from tests.integration.recording import Numbers, RecordingModel
 from tests.integration.resuming import assert_same
 from tests.ranks import end, rank_command, start, start_ranks
@@ -124,15 +126,14 @@ def test_an_existing_signal_handler_is_called_and_restored(tmp_path):
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def test_preemption_ignores_other_signals_and_other_threads(tmp_path):
+def test_preemption_leaves_other_signals_alone_and_all_of_them_in_a_thread(tmp_path):
     handlers = []
     reads = Callback()
     reads.on_train_batch_start = lambda *_: handlers.append(signal.getsignal(signal.SIGUSR2))
     fit(tmp_path, Preemption(signals=("SIGUSR1",)), reads, max_epochs=1)
     assert set(handlers) == {signal.SIG_DFL}
-    thread = threading.Thread(target=fit, args=(tmp_path, Preemption(), reads), kwargs={"max_epochs": 1})
-    thread.start()
-    thread.join()
+    with pytest.warns(TurboWarning, match="main thread.* SIGTERM, SIGUSR1, SIGUSR2"), ThreadPoolExecutor(1) as thread:
+        thread.submit(fit, tmp_path, Preemption(), reads, max_epochs=1)
     assert set(handlers) == {signal.SIG_DFL}
     assert len(handlers) == 12
 
@@ -170,13 +171,17 @@ def test_preemption_ends_before_the_time_limit(tmp_path, monkeypatch):
     fit(tmp_path, Preemption(time_limit=1e6), takes, max_epochs=1)
 
 
+def save_in_order(folder, *names, **content):
+    """Save files, each newer than the one before."""
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
+        torch.save({"w": torch.zeros(1000), "optimizer_states": [], **content}, folder / name)
+        os.utime(folder / name, (number, number))
+
+
 def test_resume_path_is_the_newest_complete_checkpoint(tmp_path):
     assert Preemption.resume_path(tmp_path / "no such folder") is None
-    (tmp_path / "a").mkdir()
-    names = ("a/old.ckpt", "whole.ckpt", "half.ckpt", "empty.ckpt", "a/other.pt")
-    for number, name in enumerate(names):
-        torch.save({"w": torch.zeros(1000)}, tmp_path / name)
-        os.utime(tmp_path / name, (number, number))
+    save_in_order(tmp_path, "a/old.ckpt", "whole.ckpt", "half.ckpt", "empty.ckpt", "a/other.pt")
     (tmp_path / "half.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:3000])
     (tmp_path / "empty.ckpt").write_bytes(b"")
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
@@ -184,6 +189,43 @@ def test_resume_path_is_the_newest_complete_checkpoint(tmp_path):
     assert zipfile.is_zipfile(tmp_path / "whole.ckpt")
     (tmp_path / "whole.ckpt").unlink()
     assert Preemption.resume_path(str(tmp_path)) == str(tmp_path / "a" / "old.ckpt")
+
+
+def test_resume_path_looks_into_linked_folders_once(tmp_path):
+    save_in_order(tmp_path, "disk/last.ckpt")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "linked").symlink_to("../disk")
+    (tmp_path / "disk" / "above").symlink_to("../runs")
+    assert Preemption.resume_path(runs) == str(runs / "linked" / "last.ckpt")
+
+
+def test_resume_path_skips_files_that_vanish(tmp_path, monkeypatch):
+    save_in_order(tmp_path, "kept.ckpt", "gone.ckpt", "gone too.ckpt")
+    stat = Path.stat
+
+    def vanishes(path, **arguments):
+        if path.name == "gone.ckpt":
+            path.unlink()
+        found = stat(path, **arguments)
+        if path.name == "gone too.ckpt":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", vanishes)
+    assert Preemption.resume_path(tmp_path) == str(tmp_path / "kept.ckpt")
+
+
+def test_resume_path_skips_files_of_weights_alone(tmp_path):
+    saves = [
+        ModelCheckpoint(tmp_path, "full-{step}", every_n_train_steps=2, save_top_k=-1),
+        ModelCheckpoint(tmp_path, "weights-{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True),
+    ]
+    fit(tmp_path, *saves, max_steps=3, enable_checkpointing=True)
+    now = time.time()
+    os.utime(tmp_path / "weights-step=3.ckpt", (now + 5, now + 5))
+    path = Preemption.resume_path(tmp_path)
+    assert path == str(tmp_path / "full-step=2.ckpt")
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
@@ -237,6 +279,25 @@ def test_the_slurm_requeue_signal_is_handled_by_lightning_after_a_step(ends, tmp
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_requeue_signal_that_the_program_handles_is_one_like_others(tmp_path):
+    """Lightning leaves it to the program then, and does not save."""
+    job, called = Job(tmp_path), []
+    job.strategy.checkpoint_io = SimpleNamespace(teardown=lambda: None)
+    callback = Preemption(signals=("SIGUSR2",))
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: called.append(list(job.saved)))
+    job._signal_connector._original_handlers[signal.SIGUSR2] = signal.getsignal(signal.SIGUSR2)
+    try:
+        callback._listen(job)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert called == []
+        with pytest.raises(SystemExit) as end:
+            callback._obey(job)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert end.value.code == Preemption.EXIT_STATUS
+    assert called == [[tmp_path / "preempted.ckpt"]]
 
 
 def test_workers_ignore_the_signals_and_call_the_loaders_worker_init_fn_during_the_run():
@@ -296,12 +357,21 @@ class KilledInTheWrite(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def train(folder, kill=False):
+def train(folder, kill=False, handles=False):
     """Train on a rank until a signal ends the run, and resume from its checkpoint.
 
-    With ``kill``, rank 0 kills itself while it writes ``preempted.ckpt``.
+    With ``kill``, rank 0 kills itself while it writes ``preempted.ckpt``. With ``handles``, the program has a handler
+    that ends rank 0.
     """
     folder = Path(folder)
+    if handles:
+
+        def handler(number, frame=None):
+            (folder / f"handled.{RANK}").write_text(str(Preemption.resume_path(folder)))
+            if RANK == 0:
+                sys.exit(3)
+
+        signal.signal(signal.SIGUSR2, handler)
     save = ModelCheckpoint(folder / "saves", "{step}", every_n_train_steps=8, save_top_k=1, monitor="step", mode="max")
     io = KilledInTheWrite() if kill and RANK == 0 else AtomicCheckpointIO()
     trainer = quiet_trainer(
@@ -402,6 +472,16 @@ def same_end(folder, undisturbed):
 def test_a_signal_to_one_of_two_ranks_preempts_both_without_loss(undisturbed, tmp_path):
     assert signal_until_the_end(tmp_path, [(1, 3, "SIGTERM", True)]) == 1
     same_end(tmp_path, undisturbed)
+
+
+@pytest.mark.distributed
+def test_each_rank_calls_the_programs_handler_after_the_save(tmp_path):
+    processes = start_two(tmp_path, False, True)
+    wait_for(lambda: len(seen(tmp_path)[1]) > 4, processes)
+    os.kill(processes[1].pid, signal.SIGUSR2)
+    assert joined(processes, tmp_path) == [3, Preemption.EXIT_STATUS], (tmp_path / "output").read_text()[-3000:]
+    paths = {(tmp_path / f"handled.{rank}").read_text() for rank in range(2)}
+    assert paths == {str(tmp_path / "saves" / "preempted.ckpt")}
 
 
 @pytest.mark.slow
