@@ -8,13 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
-from lightning_turbo._lightning import Callback, LightningModule, Trainer, check_binding, rank_zero_info
+from lightning_turbo._lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    check_binding,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_turbo._replaced import ReplacedMethod
-from lightning_turbo._trainer import is_fitting, warn_of_open_window
+from lightning_turbo._trainer import callbacks_named, is_fitting, warn_of_open_window
 from lightning_turbo.callbacks.resume import counters, loaders, schedulers
 from lightning_turbo.callbacks.resume.random_states import random_states, set_random_states, tell_of_random_states
 from lightning_turbo.callbacks.resume.restored import KEY, RankState, Restored, restored_from
 from lightning_turbo.callbacks.resume.validation import Validations
+from lightning_turbo.errors import TurboWarning
 
 __all__ = ["ExactResume", "attach_exact_resume"]
 
@@ -97,6 +105,7 @@ class ExactResume(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the states of every rank."""
+        _warn_of_average(trainer)
         random = random_states(trainer.strategy.root_device)
         combined = trainer.fit_loop._combined_loader
         loaders.correct_own_states(trainer, checkpoint)
@@ -144,6 +153,7 @@ class ExactResume(Callback):
         self._restored = None
         if restored is None:
             return
+        _warn_of_frozen(trainer)
         self._validations.restore(restored.validation)
         self._restore_counters(trainer, restored)
         said: list[str] = []
@@ -184,3 +194,32 @@ def attach_exact_resume(trainer: Any) -> None:
 
 def _is_starting(trainer: Any) -> bool:
     return is_fitting(trainer) and trainer.state.status.value == "running"
+
+
+def _warn_of_average(trainer: Any) -> None:
+    """Warn of a save within a validation for which ``WeightAveraging`` has exchanged the weights and their average."""
+    averages = [each for each in trainer.callbacks if isinstance(each, callbacks_named("WeightAveraging"))]
+    batches = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    is_within = batches.current.completed < batches.current.ready or not batches.is_last_batch
+    if averages and trainer.validating and is_within:
+        rank_zero_warn(
+            f"This checkpoint is saved within a validation, for which {type(averages[0]).__name__} has put the average "
+            "in the place of the weights: a run that resumes from it trains the average. Resume from a checkpoint that "
+            "was saved in training or at the end of a validation.",
+            category=TurboWarning,
+        )
+
+
+def _warn_of_frozen(trainer: Any) -> None:
+    """Warn of what ``BaseFinetuning`` had unfrozen: Lightning gives it to the optimizer again, and leaves it frozen."""
+    finetuning = [each for each in trainer.callbacks if isinstance(each, callbacks_named("BaseFinetuning"))]
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    if finetuning and not all(parameter.requires_grad for group in groups for parameter in group["params"]):
+        name = type(finetuning[0]).__name__
+        rank_zero_warn(
+            f"{name}: the optimizer has frozen parameters. Those that the stopped run had unfrozen are not trained any "
+            f"more, because Lightning freezes them again when a run resumes. Make them trainable in on_fit_start of a "
+            f"subclass of {name}, after Lightning's own: super().on_fit_start(trainer, pl_module), then "
+            "self.make_trainable(pl_module.backbone) if the optimizer has their group.",
+            category=TurboWarning,
+        )
