@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_turbo._checks import expect, is_whole
 from lightning_turbo.amp import registration
-from lightning_turbo.amp.casts import LevelCasts
+from lightning_turbo.amp.casts import LevelCasts, refuse_deepspeed
 from lightning_turbo.amp.grad_scaler import ApexGradScaler
 from lightning_turbo.amp.gradients import GradientStage, params_of
 from lightning_turbo.amp.half_forward import cast_floats, refuse_half
@@ -480,6 +480,7 @@ def _device_type(models: Sequence[nn.Module]) -> str:
 
 
 def _check_model(model: nn.Module, casts: LevelCasts) -> None:
+    refuse_deepspeed(type(model))
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise AmpUsageError(
             f"amp.initialize: expected an unwrapped model, got a {type(model).__name__}. Wrap the model afterwards."

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -21,7 +21,7 @@ from lightning_turbo.amp.kept_modules import find_kept, has_sparse_gradients, ne
 from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
 from lightning_turbo.errors import AmpUsageError, TurboWarning
 
-__all__ = ["LevelCasts"]
+__all__ = ["LevelCasts", "refuse_deepspeed"]
 
 
 class LevelCasts:
@@ -91,7 +91,7 @@ class LevelCasts:
             steps: Whether calls of the first model may be training steps; see ``HalfForward.register_hooks``.
 
         Raises:
-            AmpUsageError: If a module cannot be cast: a TorchScript or a lazy module.
+            AmpUsageError: If a module cannot be cast: a TorchScript, a sharded or a lazy module.
         """
         level = self.properties
         if level.cast_model_type is None:
@@ -111,11 +111,11 @@ class LevelCasts:
 
     def _kept_modules(self, roots: Sequence[nn.Module]) -> Iterable[nn.Module]:
         """Return the modules that stay float32: those named by the user, and types that need it."""
-        kept = dict.fromkeys(find_kept(roots, self.keep_fp32_modules))
+        kept = {id(module): module for module in find_kept(roots, self.keep_fp32_modules)}
         for part in (part for root in roots for part in root.modules()):
             if needs_float32(part) or (self.keeps_masters and has_sparse_gradients(part)):
-                kept.setdefault(part)
-        return kept
+                kept.setdefault(id(part), part)
+        return kept.values()
 
     def attach(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         """Cast an optimizer's state to the dtype of the parameters that it updates.
@@ -173,12 +173,34 @@ class LevelCasts:
         self.optimizers.clear()
 
 
+def refuse_deepspeed(kind: type) -> None:
+    """Raise an error if a strategy or a model is one of DeepSpeed, which casts and scales itself.
+
+    Raises:
+        AmpUsageError: If the class has one of DeepSpeed's names.
+    """
+    if any(base.__name__ in ("DeepSpeedStrategy", "DeepSpeedEngine") for base in kind.__mro__):
+        raise AmpUsageError(
+            f"O0 to O3: expected a strategy or model that does not scale losses itself, got {kind.__name__}. Use "
+            "DeepSpeed's own precision: precision='bf16-mixed' or '16-mixed', or its configuration."
+        )
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+
+
 def _check_castable(model: nn.Module, opt_level: str) -> None:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise AmpUsageError(
                 f"{opt_level}: expected Python modules, got a TorchScript module ({module.original_name}). Train the "
                 "original module, and script or trace it afterwards; or use O0 or O1."
+            )
+        if any(map(_is_sharded, module.parameters(recurse=False))):
+            raise AmpUsageError(
+                f"{opt_level}: expected whole parameters, got those of a {type(module).__name__} sharded by FSDP2. Use "
+                "O1, or fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...)) without a level."
             )
         if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
             raise AmpUsageError(

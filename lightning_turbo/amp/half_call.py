@@ -116,12 +116,12 @@ class HalfCall:
             if half is not wide or kind == "rnn list" or (wide is None and kind == "buffer"):
                 self._swaps.append((position, wide, half))
 
-    def end(self, copies: Copies) -> dict[nn.Module, Written]:
+    def end(self, copies: Copies) -> list[tuple[nn.Module, Written]]:
         """End the call. Return the modules that it wrote to, with what it wrote there."""
         self._autocast.__exit__(None, None, None)
         swaps, self._swaps = self._swaps, []
         self._originals.clear()
-        written: dict[nn.Module, Written] = {}
+        written: dict[int, tuple[nn.Module, Written]] = {}  # by id, as a module's hash may follow its state
         for position, wide, half in reversed(swaps):
             if position.kind in ("rnn list", "beside"):
                 if position.kind == "rnn list":
@@ -129,9 +129,10 @@ class HalfCall:
                 position.holder[position.name] = wide
                 continue
             what = self._put_back(position, wide, half)
-            if what is not None and written.get(position.module) != "average":
-                written[position.module] = what
-        return written
+            module = position.module
+            if what is not None and written.get(id(module), (module, None))[1] != "average":
+                written[id(module)] = module, what
+        return [*written.values()]
 
     def wide_tensors(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module that now hold half copies, with the float32 tensors instead."""

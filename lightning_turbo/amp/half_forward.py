@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -19,7 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp.half_call import Copies, HalfCall, Position, is_affine_batch_norm, positions_of
@@ -82,7 +86,10 @@ class _Plan:
 
     def holds(self) -> bool:
         """Return whether the modules, and the names of their tensors, are unchanged."""
-        return self._modules_and_names() == self._found
+        if self._found is None:
+            return False
+        (modules, names), (found, found_names) = self._modules_and_names(), self._found
+        return len(modules) == len(found) and all(map(operator.is_, modules, found)) and names == found_names
 
     def set_positions(self, root: nn.Module, positions: list[Position]) -> None:
         modules = [*root.modules()]
@@ -140,10 +147,11 @@ class HalfForward:
         self.has_half_weights = False
         self._call: HalfCall | None = None  # the outermost call in progress
         self._copies = Copies(dtype)
-        self._plans: dict[nn.Module, _Plan] = {}  # of modules that have been outermost calls
-        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self._kept: dict[nn.Module, _Float32Wrapper] = {}
-        self._left_alone: set[nn.Module] = set()
+        # By identity, because the hash of a module may follow its state, as in metrics of torchmetrics.
+        self._plans: Any = WeakIdKeyDictionary()  # of modules that have been outermost calls
+        self._handles: Any = WeakIdKeyDictionary()
+        self._kept: Any = WeakIdKeyDictionary()
+        self._left_alone: Any = WeakIdKeyDictionary()
         self._returned_losses: set[str] = set()  # classes of networks that a warning has named
         self._step_owner: tuple[nn.Module, Any] | None = None
 
@@ -160,9 +168,9 @@ class HalfForward:
         """
         roots = list(roots)
         self._step_owner = (roots[0], roots[0].forward) if steps else None
-        self._left_alone = {part for root in roots for part in find_left_alone(root)}
+        self._left_alone.update((part, None) for root in roots for part in find_left_alone(root))
         parts = (part for root in roots for part in self.cast_modules(root) if _has_weights(part))
-        for module in dict.fromkeys((*roots, *parts)):
+        for module in {id(each): each for each in (*roots, *parts)}.values():
             # Before all other hooks, which then see half weights, for example pruning hooks that compute a weight from
             # others. The forward hook is registered at a module's first outermost call, because most modules never need
             # it.
@@ -208,8 +216,8 @@ class HalfForward:
         saving or loading the state of a network.
         """
         call, self._call = self._call, None
-        written = {} if call is None else call.end(self._copies)
-        for module, what in written.items():
+        written = [] if call is None else call.end(self._copies)
+        for module, what in written:
             name = type(module).__name__
             if module._modules and what == "buffer":
                 warnings.warn(
@@ -267,9 +275,9 @@ class HalfForward:
         while waiting:
             module = waiting.pop()
             # A module may occur in several places.
-            if module in seen or module in self._kept or module in self._left_alone:
+            if id(module) in seen or module in self._kept or module in self._left_alone:
                 continue
-            seen.add(module)
+            seen.add(id(module))
             waiting += [child for child in module._modules.values() if child is not None]
             if not (self.keep_batchnorm_fp32 and is_affine_batch_norm(module)):
                 modules.append(module)
@@ -344,6 +352,7 @@ class HalfForward:
             return
         if "_is_replica" in vars(module):
             raise AmpUsageError("O2 and O3: expected one process per device, got DataParallel. Train with DDP.")
+        _refuse_cached(module)
         plan = self._plans.get(module)
         if plan is None:
             plan = self._plans[module] = _Plan()
@@ -422,6 +431,16 @@ class _Float32Wrapper:
     @_untraced
     def _switch_on(self, autocast: Any) -> None:
         autocast.__exit__(None, None, None)
+
+
+def _refuse_cached(module: nn.Module) -> None:
+    """Raise an error if weights are cached across the border of a call, where their dtype changes."""
+    if parametrize._cache_enabled and any(isinstance(part, ParametrizationList) for part in module.modules()):
+        raise AmpUsageError(
+            f"O2 and O3: expected calls outside of torch.nn.utils.parametrize.cached(), got one of a "
+            f"{type(module).__name__} in it, whose weights are float32 outside of calls and half in them. Enter "
+            "cached() in the forward of the whole network, or use O1."
+        )
 
 
 def _in_backward_pass() -> bool:

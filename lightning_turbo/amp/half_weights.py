@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp.half_call import attributes_with_weights, needs_cast
@@ -39,18 +40,19 @@ class HalfWeights:
         self.dtype = forward.dtype
         forward.has_half_weights = True
         roots = list(models)
-        everywhere = {part for root in roots for part in root.modules()}
+        everywhere = {id(part): part for root in roots for part in root.modules()}
         # Names of tensors that were half before the run and stay half, for example in a frozen encoder.
-        self._half_before = {part: names for part in everywhere if (names := _half_names(part))}
+        self._half_before: Any = WeakIdKeyDictionary()
+        self._half_before.update((part, names) for part in everywhere.values() if (names := _half_names(part)))
         # Id of a half tensor -> its state and its float32 copy, which lives while a copy of the module is being made.
         self._wide: dict[int, tuple[Any, weakref.ref[Tensor]]] = {}
         modules = [module for root in roots for module in forward.cast_modules(root)]
-        self._modules = weakref.WeakSet(modules)
-        of_calls = [module for module in modules if module is not step_owner]
-        self._make_all_half(of_calls, everywhere.difference(of_calls))
+        of_calls = {id(module): module for module in modules if module is not step_owner}
+        self._make_all_half(of_calls.values(), [part for key, part in everywhere.items() if key not in of_calls])
         save = functools.partial(self._save_float32)  # torch sets an attribute on it
-        self._handles = {module: module.register_state_dict_post_hook(save) for module in modules}
-        for module, handle in self._handles.items():
+        self._handles: Any = WeakIdKeyDictionary()
+        for module in modules:
+            handle = self._handles[module] = module.register_state_dict_post_hook(save)
             add_run_hooks(module, handle, plain_attributes=self._wide_attributes)
 
     def _make_all_half(self, modules: Iterable[nn.Module], others: Iterable[nn.Module]) -> None:
@@ -70,9 +72,10 @@ class HalfWeights:
 
     def restore(self, optimizers: Iterable[Optimizer]) -> None:
         """Give modules, including later additions, and optimizers their float32 tensors back."""
+        modules = [*self._handles]
         for module, handle in self._handles.items():
             remove_run_hooks(module, [handle])
-        for part in {part for module in self._modules for part in module.modules()}:
+        for part in {id(part): part for module in modules for part in module.modules()}.values():
             before = self._half_before.get(part, ())
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None and tensor.dtype is self.dtype and name not in before:

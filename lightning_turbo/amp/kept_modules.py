@@ -35,12 +35,12 @@ def find_kept(models: Iterable[nn.Module], keep_fp32_modules: Iterable[str | typ
     """
     named = [pair for model in models for pair in model.named_modules()]
     expected = "a name in model.named_modules(), such as 'net.codebook', or the class of a module there"
-    kept: dict[nn.Module, None] = {}
+    kept: dict[int, nn.Module] = {}
     for entry in keep_fp32_modules:
         found = [module for name, module in named if _is_meant(entry, name, module)]
         expect(found, "keep_fp32_modules", entry, expected, AmpUsageError)
-        kept.update(dict.fromkeys(found))
-    return list(kept)
+        kept.update((id(module), module) for module in found)
+    return list(kept.values())
 
 
 def _is_meant(entry: Any, name: str, module: nn.Module) -> bool:

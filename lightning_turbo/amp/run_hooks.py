@@ -11,10 +11,10 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["add_run_hooks", "remove_run_hooks"]
 
@@ -27,7 +27,8 @@ class _Hooked:
         self.plain_attributes: list[Callable[[nn.Module], dict[str, Any]]] = []
 
 
-_hooked: WeakKeyDictionary[nn.Module, _Hooked] = WeakKeyDictionary()
+# By identity, because the hash of a module may follow its state, as in metrics of torchmetrics.
+_hooked: Any = WeakIdKeyDictionary()
 
 
 def add_run_hooks(

@@ -21,7 +21,7 @@ from lightning_turbo._lightning import (
 )
 from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback, warn_of_open_window
 from lightning_turbo.amp import registration
-from lightning_turbo.amp.casts import LevelCasts
+from lightning_turbo.amp.casts import LevelCasts, refuse_deepspeed
 from lightning_turbo.amp.convert import find_scaler_state
 from lightning_turbo.amp.grad_scaler import ApexGradScaler
 from lightning_turbo.amp.gradients import GradientStage, params_of
@@ -141,7 +141,10 @@ class ApexAMP(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Make the module compute at the level. The strategy calls this before it creates optimizers."""
-        device = module.trainer.strategy.root_device if isinstance(module, LightningModule) else torch.device("cpu")
+        device = torch.device("cpu")
+        if isinstance(module, LightningModule):
+            refuse_deepspeed(type(module.trainer.strategy))
+            device = module.trainer.strategy.root_device
         if self._casts.device_type != device.type:
             self._casts = LevelCasts(self.opt_level, device_type=device.type, **self._settings)
             if self._makes_scaler:
