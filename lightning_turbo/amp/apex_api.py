@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 from lightning_turbo._checks import expect, is_whole
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.casts import LevelCasts, refuse_deepspeed
-from lightning_turbo.amp.grad_scaler import ApexGradScaler
-from lightning_turbo.amp.gradients import GradientStage, params_of
-from lightning_turbo.amp.half_forward import cast_floats, refuse_half
+from lightning_turbo.amp.grad_scaler import ApexGradScaler, forget_gradients, gradients_of, params_of
+from lightning_turbo.amp.half import Hook, cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES, OptLevel, half_dtype_for
-from lightning_turbo.amp.run_hooks import add_run_hooks, remove_run_hooks
 from lightning_turbo.errors import AmpLookupError, AmpStateError, AmpUsageError
 
 __all__ = [
@@ -41,8 +39,7 @@ _logger = logging.getLogger("lightning_turbo.amp")
 class _Session:
     """The state that ``initialize`` sets up, from there to ``end``, which undoes all of it.
 
-    ``casts`` decides how the models compute; ``scalers`` holds one scaler per loss. The scalers share one record of the
-    optimizers' gradients, because a step uses the gradients of every loss.
+    ``casts`` decides how the models compute; ``scalers`` holds one scaler per loss.
     """
 
     def __init__(self, casts: LevelCasts, scalers: list[ApexGradScaler], verbosity: int) -> None:
@@ -51,8 +48,6 @@ class _Session:
         self.verbosity = verbosity
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(casts.restore)
-        for scaler in scalers[1:]:
-            scaler.share_states(scalers[0])
 
     def attach(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         """Skip the steps of an optimizer after an overflow, and run its other steps without O1's casts.
@@ -79,11 +74,9 @@ class _Session:
         if casts is None:
             return
         if dtype is not None:
-            hook = functools.partial(_cast_output, dtype)
+            hook = Hook(lambda module, args, output: cast_floats(output, dtype))
             for model in models:
-                handle = model.register_forward_hook(hook)
-                add_run_hooks(model, handle)
-                self._cleanup.callback(remove_run_hooks, model, [handle])
+                self._cleanup.callback(model.register_forward_hook(hook).remove)
         registration.apply_registered(casts)
         self._cleanup.callback(registration.restore_registered)
         casts.start()
@@ -97,32 +90,32 @@ class _Session:
         if _session is not self:  # the session has ended, but a scheduler still wraps this step
             return inner(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
-        state = self.scalers[0].state_of(optimizer)
-        # As in apex, one step is skipped; a second step with the same gradients is not.
-        skips = state.stage is GradientStage.UNSCALED and state.is_overflow()
-        if closure is not None and (self.casts.keeps_masters or skips):
+        state = gradients_of(optimizer)
+        if closure is not None and (self.casts.keeps_masters or state.overflow):
             raise AmpUsageError(
                 "optimizer.step(closure): a closure cannot run at O2 or in a skipped step, as in apex. Call it "
                 "first, then step()."
             )
+        # Otherwise torch's schedulers warn about a missing step() if this one is skipped.
+        vars(optimizer)["_opt_called"] = True
+        run = functools.partial(inner, *args, **kwargs)
         try:
-            if skips:
-                vars(optimizer)["_opt_called"] = True  # or torch's schedulers warn about a missing step()
-                return None
             # O1's casts would change the arithmetic of the update. As in apex, a closure runs without them too.
             with disable_casts():
-                return inner(*args, **kwargs)
+                # As in apex, gradients that the program has assigned or left scaled are not checked, and a second step
+                # with the same gradients is not skipped.
+                return run() if state.overflow is None else self.scalers[0].step(optimizer, run)
         finally:
-            state.stepped()
+            forget_gradients(optimizer)
             self.casts.clear_cache()
 
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
         """Wrap the backward pass of a loss, which adds to the gradients of other passes and losses."""
         scaler = self.scalers[loss_id]
-        for state in map(scaler.state_of, optimizers):
-            if state.owner not in (None, scaler):
-                waiting = [each is state.owner for each in self.scalers].index(True)
+        for state in map(gradients_of, optimizers):
+            if state.scaled_by not in (None, scaler):
+                waiting = [each is state.scaled_by for each in self.scalers].index(True)
                 raise AmpUsageError(
                     f"loss_id={loss_id!r}: expected loss_id={waiting!r}, whose scaled "
                     "gradients are still accumulated. Step first, or use one loss_id per window."
@@ -131,11 +124,13 @@ class _Session:
             yield
         self.casts.clear_cache()
 
-    def settle(self, loss_id: int) -> None:
+    def settle(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:
         """Update the scale of a loss after a backward pass, and log an overflow."""
         scaler = self.scalers[loss_id]
-        overflow = scaler.overflowed
-        scaler.settle()
+        # As in apex, the host waits here and not again in the step.
+        overflow = bool(scaler.settle())
+        for state in map(gradients_of, optimizers):
+            state.overflow = bool(state.overflow)
         if not overflow:
             return
         scale = scaler.get_scale()
@@ -157,10 +152,6 @@ def _put_back_step(optimizer: Optimizer, ours: Any, earlier: Any) -> None:
             vars(optimizer)["step"] = earlier
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return cast_floats(output, dtype)
-
-
 _Models = TypeVar("_Models", bound="nn.Module | list[Any]")
 _Optimizers = TypeVar("_Optimizers", bound="Optimizer | list[Any]")
 
@@ -169,50 +160,12 @@ _disabled = False  # by an initialize with enabled=False
 
 
 @overload
-def initialize(
-    models: _Models,
-    optimizers: None = None,
-    enabled: bool = ...,
-    opt_level: OptLevel = ...,
-    cast_model_type: torch.dtype | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    dtype: torch.dtype | None = ...,
-    scale_window: int = ...,
-    keep_fp32_modules: Sequence[str | type[nn.Module]] = ...,
-    cast_lists: str | None = ...,
-) -> _Models: ...
+def initialize(models: _Models, optimizers: None = None, *args: Any, **settings: Any) -> _Models: ...
 
 
 @overload
 def initialize(
-    models: _Models,
-    optimizers: _Optimizers,
-    enabled: bool = ...,
-    opt_level: OptLevel = ...,
-    cast_model_type: torch.dtype | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    dtype: torch.dtype | None = ...,
-    scale_window: int = ...,
-    keep_fp32_modules: Sequence[str | type[nn.Module]] = ...,
-    cast_lists: str | None = ...,
+    models: _Models, optimizers: _Optimizers, *args: Any, **settings: Any
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -397,7 +350,7 @@ def scale_loss(
     with session.backward(optimizer_list, loss_id, delay_unscale):
         yield session.scalers[loss_id].scale(loss)
     if not delay_unscale:
-        session.settle(loss_id)
+        session.settle(optimizer_list, loss_id)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

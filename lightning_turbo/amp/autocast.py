@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_turbo._checks import expect
-from lightning_turbo._pytree import map_tensors
 from lightning_turbo.amp import cast_lists
-from lightning_turbo.amp.half_forward import cast_floats
+from lightning_turbo.amp.half import cast_floats, map_tensors
 from lightning_turbo.errors import AmpUsageError
 
 __all__ = ["BannedFunctionError", "FunctionCasts", "to_widest"]

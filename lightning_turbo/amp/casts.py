@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -11,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_turbo.amp.autocast import FunctionCasts
-from lightning_turbo.amp.gradients import params_of
-from lightning_turbo.amp.half_forward import HalfForward
-from lightning_turbo.amp.half_weights import HalfWeights, cast_state, refuse_fused_sgd
+from lightning_turbo.amp.grad_scaler import params_of
+from lightning_turbo.amp.half import HalfCalls
 from lightning_turbo.amp.kept_modules import find_kept, has_sparse_gradients, needs_float32
 from lightning_turbo.amp.levels import HALF_DTYPES, Properties, half_dtype_for, resolve
 from lightning_turbo.errors import AmpUsageError, TurboWarning
@@ -65,14 +65,13 @@ class LevelCasts:
         self.input_dtype: torch.dtype | None = None  # the dtype to which a Trainer's batches are cast
         casts = FunctionCasts(device_type, self.dtype, cast_lists)
         self.function_casts = casts if self.properties.patch_torch_functions else None
-        self.half_forward: HalfForward | None = None
-        self.half_weights: HalfWeights | None = None
+        self.half_calls: HalfCalls | None = None
         # Weak references: a program may replace optimizers repeatedly, and their state is as large as the model.
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         # Active casts and optimizers belong to this process.
-        return {**vars(self), "optimizers": None, "half_forward": None, "half_weights": None}
+        return {**vars(self), "optimizers": None, "half_calls": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
@@ -83,12 +82,17 @@ class LevelCasts:
         """Whether parameters stay float32 and are cast in calls (O2), instead of being half themselves (O3)."""
         return self.properties.casts_to_half and bool(self.properties.master_weights)
 
+    @property
+    def halves_weights(self) -> bool:
+        """Whether parameters are half themselves (O3)."""
+        return self.properties.casts_to_half and not self.properties.master_weights
+
     def convert(self, roots: Sequence[nn.Module], *, steps: bool = False) -> None:
         """Make the models compute as the level requires.
 
         Args:
             roots: The models.
-            steps: Whether calls of the first model may be training steps; see ``HalfForward.register_hooks``.
+            steps: Whether calls of the first model may be training steps; see ``HalfCalls``.
 
         Raises:
             AmpUsageError: If a module cannot be cast: a TorchScript, a sharded or a lazy module.
@@ -98,16 +102,16 @@ class LevelCasts:
             return
         for root in roots:
             _check_castable(root, level.opt_level)
-        self.half_forward = forward = HalfForward(
+        self.half_calls = HalfCalls(
+            roots,
             level.cast_model_type,
-            level.cast_model_outputs,
-            bool(level.keep_batchnorm_fp32),
-            step_device=self.device_type if steps and not self.keeps_masters else None,
+            halves_weights=self.halves_weights,
+            output_dtype=level.cast_model_outputs,
+            keep_batchnorm_fp32=bool(level.keep_batchnorm_fp32),
+            kept=self._kept_modules(roots),
+            steps=steps,
         )
-        forward.keep(self._kept_modules(roots))
-        forward.register_hooks(roots, steps=steps)
-        if not self.keeps_masters:
-            self.half_weights = HalfWeights(forward, roots, step_owner=roots[0] if steps else None)
+        self.half_calls.start()
 
     def _kept_modules(self, roots: Sequence[nn.Module]) -> Iterable[nn.Module]:
         """Return the modules that stay float32: those named by the user, and types that need it."""
@@ -121,14 +125,14 @@ class LevelCasts:
         """Cast an optimizer's state to the dtype of the parameters that it updates.
 
         Raises:
-            AmpUsageError: At O3, if the optimizer does not update half weights; see ``refuse_fused_sgd``.
+            AmpUsageError: At O3, if the optimizer does not update half weights; see ``_refuse_fused_sgd``.
 
         Warns:
             TurboWarning: If the optimizer holds parameters of none of the models, at O2 and O3.
         """
-        if self.half_weights is not None:
-            refuse_fused_sgd(optimizer)
-            cast_state(optimizer)
+        if self.halves_weights:
+            _refuse_fused_sgd(optimizer)
+            _cast_state(optimizer)
         self.optimizers.add(optimizer)
         own = {param for model in models for param in model.parameters()}
         foreign = sum(param not in own for param in params_of(optimizer))
@@ -141,36 +145,61 @@ class LevelCasts:
                 stacklevel=4,
             )
 
+    @property
+    def _active(self) -> FunctionCasts | HalfCalls | None:
+        return self.function_casts or self.half_calls
+
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager of a forward pass."""
-        active = self.function_casts or self.half_forward
-        return contextlib.nullcontext() if active is None else active.forward_context()
+        return contextlib.nullcontext() if self._active is None else self._active.forward_context()
 
     def backward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager of a backward pass; checkpointed forward passes are repeated in it unchanged."""
-        if self.half_forward is not None:
-            self.half_forward.reset()
-            return self.half_forward.autocast(enabled=False)
-        return contextlib.nullcontext() if self.function_casts is None else self.function_casts.backward_context()
+        return contextlib.nullcontext() if self._active is None else self._active.backward_context()
 
     def clear_cache(self) -> None:
-        """Drop the half copies of weights.
-
-        Called after a backward pass, to free their memory until the step, and after a step, because an optimizer may
-        write to ``weight.data``.
-        """
-        active = self.function_casts or self.half_forward
-        if active is not None:
-            active.clear_cache()
+        """Drop the half copies of weights, after a backward pass and after a step."""
+        if self._active is not None:
+            self._active.clear_cache()
 
     def restore(self) -> None:
         """Restore models and optimizers."""
-        if self.half_forward is not None:
-            self.half_forward.remove()
-        if self.half_weights is not None:
-            self.half_weights.restore(self.optimizers)
-        self.half_forward = self.half_weights = None
+        if self.half_calls is not None:
+            self.half_calls.stop()
+        if self.halves_weights:
+            for optimizer in self.optimizers:
+                _cast_state(optimizer)
+        self.half_calls = None
         self.optimizers.clear()
+
+
+def _cast_state(optimizer: Optimizer) -> None:
+    """Cast an optimizer's state to the dtype of its parameters, as torch does when it loads a state."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _refuse_fused_sgd(optimizer: Optimizer) -> None:
+    """Raise an error for torch's fused SGD on a CPU if it ignores half weights, as in torch 2.13 (issue 191763).
+
+    Raises:
+        AmpUsageError: If the optimizer is a fused SGD and this version of torch has the bug.
+    """
+    fused = [group for group in optimizer.param_groups if group.get("fused")] if type(optimizer) is SGD else []
+    params = (param for group in fused for param in group["params"])
+    if any(param.device.type == "cpu" and param.dtype in HALF_DTYPES for param in params) and not _moves_half_weights():
+        raise AmpUsageError(
+            "O3: expected an SGD that updates half weights on a CPU, got SGD(fused=True), which ignores them in torch "
+            f"{torch.__version__}. Leave out fused=True, or use O2."
+        )
+
+
+@functools.cache
+def _moves_half_weights() -> bool:
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    SGD([weight], lr=1.0, fused=True).step()
+    return not weight.any()
 
 
 def refuse_deepspeed(kind: type) -> None:

@@ -1,49 +1,72 @@
-"""torch's ``GradScaler`` with apex's limits, static scales, half gradients and state."""
+"""apex's loss scaler, and what is known about the gradients of each optimizer."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_turbo._checks import expect, is_number, is_whole
-from lightning_turbo.amp.gradients import (
-    GradientStage,
-    GradientState,
-    has_non_finite,
-    multiply_and_check,
-    numbers_of,
-    params_of,
-)
-from lightning_turbo.amp.levels import INITIAL_DYNAMIC_SCALE
+from lightning_turbo.amp.levels import HALF_DTYPES, INITIAL_DYNAMIC_SCALE
 from lightning_turbo.errors import AmpUsageError
 
-__all__ = ["ApexGradScaler"]
+__all__ = ["ApexGradScaler", "Gradients", "forget_gradients", "gradients_of", "params_of"]
 
 
-class ApexGradScaler(GradScaler):
-    """torch's ``GradScaler`` with apex's rules; ``ApexAMP`` and ``lightning_turbo.amp`` scale their losses with it.
+class Gradients:
+    """What is known about the gradients that an optimizer's next step uses, and about its last step.
 
-    It has the interface of torch's (``scale``, ``unscale_``, ``step``, ``update``). In addition, the scale can be
-    static and has limits; gradients may be half precision, complex or sparse; a parameter shared by several optimizers
-    is unscaled once; and ``backward`` accumulates passes. A dynamic scale lives on the device: with torch's fused
-    optimizers no value is copied to the host, with others one per step.
+    ``gradients_of`` creates one for each optimizer, and the methods of ``ApexGradScaler`` write to it.
+    """
 
-    The calls of a step, in order: ``scale`` multiplies the loss. ``backward`` wraps the backward pass and records that
-    the gradients are scaled, or unscales them at once. ``prepare_step`` unscales those still scaled, before hooks and
-    clipping read them. ``step`` steps or skips, and ``settle`` updates the scale once for all passes since the last
-    ``settle``. ``ApexAMP`` makes all five calls, ``lightning_turbo.amp`` the first two and ``settle``. A loop written
-    for torch's scaler calls neither ``backward`` nor ``settle``: its gradients count as scaled until ``unscale_`` or
-    ``step``, and again after ``update``.
+    def __init__(self) -> None:
+        self.scaled_by: ApexGradScaler | None = None
+        """The scaler whose scale multiplies the gradients; ``None`` if they are unscaled."""
+        self.overflow: Tensor | bool | None = None
+        """Whether they overflowed, 1.0 or 0.0 if only the device knows; ``None`` if nobody has looked."""
+        self.skipped: Tensor | bool = False
+        """Whether the last step was skipped and no backward pass followed."""
 
-    Invariant: only an optimizer's ``GradientState``, returned by ``state_of``, records whether its gradients are scaled
-    and whether they overflowed.
+
+# By identity. Several scalers share it, because a step uses the gradients of all losses.
+_known: Any = WeakIdKeyDictionary()
+
+
+def gradients_of(optimizer: Optimizer) -> Gradients:
+    """Return what is known about an optimizer's gradients."""
+    known = _known.get(optimizer)
+    if known is None:
+        known = _known[optimizer] = Gradients()
+    return known
+
+
+def forget_gradients(optimizer: Optimizer) -> None:
+    """Forget what is known: there are no gradients for a step, or they belong to another run."""
+    _known.pop(optimizer, None)
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield all parameters that an optimizer updates."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class ApexGradScaler:
+    """apex's loss scaler; ``ApexAMP`` and ``lightning_turbo.amp`` scale their losses with it.
+
+    The scale is static or dynamic, with limits. Gradients may be half precision, complex or sparse; a parameter that
+    several optimizers share is unscaled once. A dynamic scale lives on the device: with torch's fused optimizers no
+    value is copied to the host, with others one per step.
+
+    The calls of a step, in order: ``scale`` multiplies the loss. ``backward`` wraps the backward pass; it unscales the
+    gradients at once or leaves them scaled. ``check`` unscales those. ``step`` runs or skips the step. ``settle``
+    updates the scale once for all passes since the last ``settle``. A loop written for ``torch.amp.GradScaler`` keeps
+    that class.
 
     Args:
         loss_scale: ``"dynamic"``, or a static factor, finite and above zero. A static scale never checks for overflow,
@@ -51,6 +74,10 @@ class ApexGradScaler(GradScaler):
         growth_interval: Consecutive updates without overflow before the dynamic scale doubles; 1 or more.
         min_scale: An overflow does not reduce the dynamic scale below this; ``None`` sets no limit.
         max_scale: The dynamic scale does not grow above this.
+
+    Attributes:
+        dynamic: Whether the scale is dynamic.
+        skipped_steps: Number of skipped steps; a tensor if fused optimizers skip on the device.
 
     Raises:
         AmpUsageError: If a limit is not a finite number above zero, ``min_scale`` exceeds ``max_scale``, or
@@ -82,69 +109,60 @@ class ApexGradScaler(GradScaler):
         self.dynamic = loss_scale == "dynamic"
         if not self.dynamic:
             _check_scale("loss_scale", loss_scale)
+        self.growth_interval = growth_interval
         self.min_scale = min_scale
         self.max_scale = float(max_scale)
-        initial = min(INITIAL_DYNAMIC_SCALE, self.max_scale) if self.dynamic else float(loss_scale)
-        # The scale is created on the device of the first loss; "cpu" avoids initializing CUDA before.
-        super().__init__("cpu", init_scale=initial, growth_interval=growth_interval)
-        self._enabled = self.dynamic or initial != 1.0
-        self._states: WeakKeyDictionary[Optimizer, GradientState] = WeakKeyDictionary()
-        self._passes: list[Tensor] = []  # the overflow flags of the passes since the last settle()
-        self._needs_update = False
-        self.skipped_steps: Tensor | int = 0  # a tensor if fused optimizers skip on the device
+        self.skipped_steps: Tensor | int = 0
+        # Numbers until the first dynamic loss, then tensors on its device.
+        self._scale: Any = min(INITIAL_DYNAMIC_SCALE, self.max_scale) if self.dynamic else float(loss_scale)
+        self._unskipped: Any = 0
+        self._found: Tensor | bool | None = None  # overflow since the last settle(); None if nothing was unscaled
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Gradients and optimizers belong to this process.
-        return {**super().__getstate__(), "_states": None, "_passes": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_states": WeakKeyDictionary()})
+    def is_enabled(self) -> bool:
+        """Return whether losses are scaled."""
+        return self.dynamic or self._scale != 1.0
 
     # Forward and backward
 
-    def scale(self, outputs: Any) -> Any:
-        """Return ``outputs`` in float32 times the scale."""
-        if not isinstance(outputs, Tensor):
-            return type(outputs)(map(self.scale, outputs))
-        if self.dynamic:
-            return super().scale(outputs.float())
-        return outputs.float() * self._init_scale if self._enabled else outputs.float()
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss in float32 times the scale."""
+        return loss.float() * self._scale_on(loss.device) if self.is_enabled() else loss.float()
 
-    @contextlib.contextmanager
-    def backward(self, optimizers: Sequence[Optimizer], *, unscale: bool) -> Iterator[None]:
-        """Wrap the backward pass of a scaled loss, which adds to the existing gradients.
+    def backward(
+        self, optimizers: Sequence[Optimizer], *, unscale: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for the backward pass of a scaled loss, which adds to the existing gradients.
 
         Args:
             optimizers: The optimizers whose gradients the pass computes.
-            unscale: ``True`` unscales after the pass, so that all gradients are unscaled. ``False`` leaves them scaled
-                until ``unscale_`` or a pass with ``True``; gradients that were unscaled before are scaled again.
+            unscale: ``True`` unscales and checks after the pass, so that all gradients are unscaled. ``False`` leaves
+                them scaled until ``check`` or a pass with ``True``; gradients that were unscaled are scaled again.
         """
-        if not self._enabled:
-            yield
-            return
-        before = self._unscaled_gradients(optimizers)
-        if unscale:
-            for optimizer in optimizers:
-                self.state_of(optimizer).look_again([before[p] for p in params_of(optimizer) if p in before])
-            # Removed, so that the pass creates its own gradients: as in apex, only their overflow changes the scale.
-            # Views into DDP's buckets are cloned.
-            for param in before:
-                param.grad = None
-            before = {param: grad.clone() if grad._is_view() else grad for param, grad in before.items()}
-            yield from self._run_unscaled(optimizers, before)
-        else:
-            self._scale_again(before.values())
-            for optimizer in optimizers:
-                self.state_of(optimizer).scaled(self)
-            yield
+        for optimizer in optimizers:
+            gradients_of(optimizer).skipped = False
+        if not self.is_enabled():
+            return contextlib.nullcontext()
+        return self._unscaled_pass(optimizers) if unscale else self._scaled_pass(optimizers)
 
-    def _run_unscaled(self, optimizers: Sequence[Optimizer], before: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Run a pass, unscale its gradients and add the earlier ones; restore these alone if the pass fails."""
+    @contextlib.contextmanager
+    def _scaled_pass(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Leave the gradients of a pass scaled, and scale those before it; inf and NaN are found later."""
+        with torch.no_grad():
+            for grad in self._unscaled_gradients(optimizers).values():
+                grad.mul_(self._scale_on(grad.device))
+        for state in map(gradients_of, optimizers):
+            state.scaled_by, state.overflow = self, None
+        yield
+
+    @contextlib.contextmanager
+    def _unscaled_pass(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Unscale and check the gradients of a pass, then add the earlier ones; restore these alone if it fails."""
+        before = self._set_aside(optimizers)
         try:
             yield
         except BaseException:
             # An incomplete pass leaves scaled gradients, which would count as unscaled.
-            for param in {p for o in optimizers for p in params_of(o)} - self._scaled_parameters(optimizers):
+            for param in {p for o in optimizers for p in params_of(o)} - _scaled_parameters(optimizers):
                 param.grad = before.get(param)
             raise
         made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
@@ -152,198 +170,143 @@ class ApexGradScaler(GradScaler):
         _add(before)
         for optimizer in optimizers:
             # As in apex, an overflow counts for every optimizer whose gradients the pass computed.
-            self.state_of(optimizer).add_unscaled_pass(found if optimizer in made else None)
+            state = gradients_of(optimizer)
+            state.overflow = _either(state.overflow, found if optimizer in made else False)
+            state.scaled_by = None
+
+    def _set_aside(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
+        """Remove and return the unscaled gradients, so that a pass creates its own.
+
+        As in apex, only the overflow of the pass changes the scale.
+        """
+        before = self._unscaled_gradients(optimizers)
+        for optimizer in optimizers:
+            # An overflow whose gradients were set to None or to zero is forgotten.
+            state = gradients_of(optimizer)
+            if state.overflow is not None and state.overflow is not False:
+                state.overflow = self._find([before[p] for p in params_of(optimizer) if p in before])
+        for param in before:
+            param.grad = None
+        # Views into DDP's buckets are cloned.
+        return {param: grad.clone() if grad._is_view() else grad for param, grad in before.items()}
 
     def _unscaled_gradients(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
-        """Return the gradients of earlier passes that are already unscaled, by parameter."""
-        if all(map(self._is_scaled, optimizers)):
-            return {}
-        scaled = self._scaled_parameters(optimizers)
+        """Return the gradients of earlier passes that are unscaled, by parameter."""
+        scaled = _scaled_parameters(optimizers)
         return {p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None and p not in scaled}
 
-    def _scaled_parameters(self, optimizers: Sequence[Optimizer]) -> set[Tensor]:
-        """Return the parameters with scaled gradients; a shared one counts if any of its optimizers says so."""
-        return {p for o in optimizers if self._is_scaled(o) for p in params_of(o)}
-
-    def _is_scaled(self, optimizer: Optimizer) -> bool:
-        return self.state_of(optimizer).stage is GradientStage.SCALED
-
-    def _scale_again(self, grads: Iterable[Tensor]) -> None:
-        with torch.no_grad():
-            for grad in grads:
-                grad.mul_(self._scale_on(grad.device).to(grad.device) if self.dynamic else self._init_scale)
-
-    def _scale_on(self, device: torch.device) -> Tensor:
-        """Return the dynamic scale; create it on this device if it does not exist."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(device)
-        scale, _ = self._check_scale_growth_tracker("scale")
-        return scale
-
-    @torch.no_grad()
-    def _unscale(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
-        """Divide gradients by the scale in place. Return 1.0 or 0.0 on the device, ``None`` with a static scale."""
-        # A dict, because a parameter shared by several optimizers counts once.
-        grads = list({p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None}.values())
-        if not grads:
-            return None
-        self._needs_update = True
+    def _scale_on(self, device: torch.device) -> Any:
+        """Return the scale for tensors of a device: a dynamic one is a tensor there."""
         if not self.dynamic:
-            torch._foreach_mul_([numbers_of(grad) for grad in grads], 1.0 / self._init_scale)
-            return None
-        # In float64 (which MPS lacks), because a float32 division may round.
-        scale = self._scale_on(grads[0].device)
-        inverse = (scale if scale.device.type == "mps" else scale.double()).reciprocal().float()
-        found = multiply_and_check(grads, inverse)
-        self._passes.append(found)
-        return found
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale and check them for overflow.
-
-        Raises:
-            RuntimeError: If they are already unscaled, or a step has used them without a later ``update``.
-        """
-        if not self._enabled:
-            return
-        state = self.state_of(optimizer)
-        self._refuse_used("unscale_", state)
-        if state.stage is GradientStage.UNSCALED:
-            raise RuntimeError(
-                "unscale_: expected scaled gradients, got unscaled ones. Call it once between two calls of update()."
-            )
-        state.unscaled(self._unscale([optimizer]))
-
-    def _refuse_used(self, call: str, state: GradientState) -> None:
-        if state.stage is GradientStage.STEPPED:
-            raise RuntimeError(
-                f"{call}: expected the gradients of a new backward pass, got those that step() has already used. Call "
-                "update() after step()."
-            )
+            return self._scale
+        if not isinstance(self._scale, Tensor):
+            self._scale = torch.full((), self._scale, dtype=torch.float32, device=device)
+            self._unskipped = torch.full((), self._unskipped, dtype=torch.int32, device=device)
+        return self._scale.to(device)
 
     # The step
 
-    def state_of(self, optimizer: Optimizer) -> GradientState:
-        """Return the state of an optimizer's gradients."""
-        return self._states.setdefault(optimizer, GradientState())
+    def check(self, optimizer: Optimizer) -> None:
+        """Unscale an optimizer's gradients if they are scaled, and look whether they overflowed if nobody has."""
+        state = gradients_of(optimizer)
+        if state.scaled_by is not None:
+            state.overflow = state.scaled_by._unscale([optimizer])
+            state.scaled_by = None
+        elif state.overflow is None:  # a second step uses them again, or the program has assigned them
+            state.overflow = self._find([p.grad for p in params_of(optimizer) if p.grad is not None])
 
-    def share_states(self, other: ApexGradScaler) -> None:
-        """Share the gradient states of another scaler, because a step uses the gradients of both losses."""
-        self._states = other._states
+    @torch.no_grad()
+    def _unscale(self, optimizers: Sequence[Optimizer]) -> Tensor | bool:
+        """Divide gradients by the scale in place. Return whether any overflowed, on the device."""
+        # A dict, because a parameter shared by several optimizers counts once.
+        grads = list({p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None}.values())
+        if not grads:
+            return False
+        if not self.dynamic:
+            torch._foreach_mul_([_numbers_of(grad) for grad in grads], 1.0 / self._scale)
+            self._found = False
+            return False
+        scale = self._scale_on(grads[0].device)
+        # In float64 (which MPS lacks), because a float32 division may round.
+        inverse = (scale if scale.device.type == "mps" else scale.double()).reciprocal().float()
+        found = _multiply(grads, inverse)
+        self._found = _either(self._found, found)
+        return found
 
-    def prepare_step(self, optimizer: Optimizer) -> None:
-        """Unscale an optimizer's scaled gradients, and check gradients that no pass has checked.
+    @torch.no_grad()
+    def _find(self, grads: Sequence[Tensor]) -> Tensor | bool:
+        """Return whether any gradient has an inf or NaN, on the device; a static scale does not look."""
+        return _multiply(grads, torch.ones((), device=grads[0].device)) if grads and self.dynamic else False
 
-        The latter are gradients that a step has used and a second step would reuse, or that the program has assigned.
-        """
-        state = self.state_of(optimizer)
-        if not self._enabled or state.stage is GradientStage.UNSCALED:
-            return
-        if state.stage is GradientStage.SCALED:
-            self.unscale_(optimizer)
-            return
-        grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
-        state.unscaled(has_non_finite(grads) if self.dynamic and grads else None)
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Run the optimizer's step, or skip it on overflow.
+    def step(self, optimizer: Optimizer, run: Callable[[], Any] | None = None) -> Any:
+        """Run an optimizer's step, or skip it if its gradients overflowed.
 
         torch's fused optimizers receive ``found_inf`` on the device and skip there.
 
         Args:
-            optimizer: The optimizer. Its gradients are unscaled first if necessary.
-            *args: Arguments of ``optimizer.step``.
-            **kwargs: Arguments of ``optimizer.step``, including a closure.
+            optimizer: The optimizer, whose gradients ``backward`` or ``check`` has unscaled.
+            run: Runs the step; ``None`` calls ``optimizer.step``.
 
         Returns:
-            The result of ``optimizer.step``, ``None`` for a skipped step.
+            The result of the step, ``None`` for a skipped one.
 
         Raises:
-            RuntimeError: If a step has already used the gradients without a later ``update``.
+            AmpUsageError: If nobody has looked at the gradients since the last step.
         """
-        if not self._enabled:
-            return optimizer.step(*args, **kwargs)
-        state = self.state_of(optimizer)
-        self._refuse_used("step", state)
-        if state.stage is not GradientStage.UNSCALED:
-            self.unscale_(optimizer)
-        state.stepped()
-        found = state.overflow
-        if found is None:
-            return optimizer.step(*args, **kwargs)
-        if _skips_by_itself(optimizer):
+        run = optimizer.step if run is None else run
+        if not self.is_enabled():
+            return run()
+        state = gradients_of(optimizer)
+        expect(state.overflow is not None, "step", "no pass since the last step", _STEP, AmpUsageError)
+        found, state.overflow = state.overflow, None
+        if isinstance(found, Tensor) and _skips_by_itself(optimizer):
+            state.skipped = found
             self.skipped_steps = self.skipped_steps + found
-            optimizer.found_inf = found  # type: ignore[attr-defined]  # schedulers read it too
+            optimizer.found_inf = found  # type: ignore[attr-defined]
             try:
-                return optimizer.step(*args, **kwargs)
+                return run()
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
-        skips = state.is_overflow()  # the only value copied to the host
-        self.skipped_steps = self.skipped_steps + skips
-        return None if skips else optimizer.step(*args, **kwargs)
+        state.skipped = bool(found)  # the only value copied to the host
+        self.skipped_steps = self.skipped_steps + state.skipped
+        return None if state.skipped else run()
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer's last step was skipped; synchronizes with the device if it skips there."""
-        state = self._states.get(optimizer)
-        return state is not None and state.was_skipped()
+        state = gradients_of(optimizer)
+        skipped = state.skipped = bool(state.skipped)
+        return skipped
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Update the scale and let the next gradients count as scaled, like torch's scaler.
-
-        Args:
-            new_scale: The scale to set instead.
-        """
-        for state in self._states.values():
-            state.updated()
-        if new_scale is None:
-            self.settle()
-            return
-        super().update(new_scale)
-        # The overflow flags so far belong to the old scale.
-        self._passes = []
-        self._needs_update = False
-
-    def settle(self) -> None:
+    def settle(self) -> Tensor | bool:
         """Halve the scale after an overflow; otherwise count, and double it when due.
 
         No effect if nothing was unscaled since the last call.
+
+        Returns:
+            Whether there was an overflow, on the device.
         """
-        if not self._needs_update:
-            return
-        self._needs_update = False
-        if not self.dynamic:
-            self._init_growth_tracker += 1
-            return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        found, *others = (each.to(scale.device, non_blocking=True) for each in self._passes)
-        self._passes = []
-        for other in others:
-            found = torch.maximum(found, other)
-        torch._amp_update_scale_(
-            scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
-        )
+        found, self._found = self._found, None
+        if not isinstance(found, Tensor):
+            self._unskipped += found is not None  # of a static scale
+            return False
+        scale = self._scale
+        on_scale = found.to(scale.device)
+        torch._amp_update_scale_(scale, self._unskipped, on_scale, 2.0, 0.5, self.growth_interval)
         scale.clamp_(max=self.max_scale)
         if self.min_scale is not None:
             # As in apex, only an overflow raises the scale to the lower limit.
-            torch.where(found > 0, scale.clamp(min=self.min_scale), scale, out=scale)
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether a pass since the last ``settle`` overflowed; synchronizes with the device."""
-        return any(bool(found) for found in self._passes)
+            torch.where(on_scale > 0, scale.clamp(min=self.min_scale), scale, out=scale)
+        return found
 
     # State
 
     def get_scale(self) -> float:
         """Return the current scale, dimensionless; synchronizes with the device if dynamic."""
-        return super().get_scale() if self.dynamic else self._init_scale
-
-    def _get_growth_tracker(self) -> int:
-        return super()._get_growth_tracker() if self.dynamic else self._init_growth_tracker
+        return float(self._scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"loss_scale": float, "unskipped": int}``, apex's format."""
-        return {"loss_scale": self.get_scale(), "unskipped": self._get_growth_tracker()}
+        return {"loss_scale": self.get_scale(), "unskipped": int(self._unskipped)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in apex's format. As in apex, a scale above ``max_scale`` is kept.
@@ -354,16 +317,28 @@ class ApexGradScaler(GradScaler):
         Raises:
             KeyError: If ``loss_scale`` or ``unskipped`` is missing.
         """
-        scale = float(state_dict["loss_scale"])
-        unskipped = int(state_dict["unskipped"])
+        scale, unskipped = float(state_dict["loss_scale"]), int(state_dict["unskipped"])
         self.max_scale = max(self.max_scale, scale)
-        self._enabled = self.dynamic or scale != 1.0
-        self._init_scale = scale
-        self._init_growth_tracker = min(unskipped, self._growth_interval - 1) if self.dynamic else unskipped
-        # A scale that already exists on a device is changed there; otherwise it is created from the initial one.
-        if self._scale is not None and self._growth_tracker is not None:
-            self._scale.fill_(scale)
-            self._growth_tracker.fill_(self._init_growth_tracker)
+        self._scale = scale
+        self._unskipped = min(unskipped, self.growth_interval - 1) if self.dynamic else unskipped
+
+
+_STEP = (
+    "a backward pass within scaler.backward() or a call of scaler.check(). A loop written for torch's scaler keeps "
+    "torch.amp.GradScaler"
+)
+
+
+def _scaled_parameters(optimizers: Sequence[Optimizer]) -> set[Tensor]:
+    """Return the parameters with scaled gradients; a shared one counts if any of its optimizers says so."""
+    return {p for o in optimizers if gradients_of(o).scaled_by is not None for p in params_of(o)}
+
+
+def _either(known: Tensor | bool | None, found: Tensor | bool) -> Tensor | bool:
+    """Return whether either overflowed, without waiting for the device."""
+    if isinstance(known, Tensor) and isinstance(found, Tensor):
+        return torch.maximum(known, found.to(known.device))
+    return found if known is None or known is False else known
 
 
 @torch.no_grad()
@@ -375,6 +350,30 @@ def _add(before: dict[Tensor, Tensor]) -> None:
             param.grad.add_(grad)
         else:  # keeps the tensor object, as without scaling
             param.grad = grad.add_(param.grad)
+
+
+def _multiply(grads: Iterable[Tensor], factor: Tensor) -> Tensor:
+    """Multiply gradients in place. Return 1.0 on the factor's device if any was inf or NaN, else 0.0."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for numbers in map(_numbers_of, grads):
+        alike.setdefault((numbers.device, numbers.dtype), []).append(numbers)
+    found = torch.zeros_like(factor)
+    for (device, dtype), numbers in alike.items():
+        # The CUDA kernel does not take bfloat16, and the MPS kernel of older torch sets half gradients to 0.
+        wide = [each.float() for each in numbers] if dtype in HALF_DTYPES else numbers
+        here = found if device == found.device else torch.zeros_like(found, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(wide, here, factor.to(device))
+        if wide is not numbers:
+            torch._foreach_copy_(numbers, wide)
+        if here is not found:
+            found = torch.maximum(found, here.to(found.device))
+    return found
+
+
+def _numbers_of(tensor: Tensor) -> Tensor:
+    """Return a dense real view of the values of a dense or sparse COO tensor."""
+    values = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:

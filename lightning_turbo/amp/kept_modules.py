@@ -51,10 +51,10 @@ def needs_float32(module: nn.Module) -> bool:
     """Return whether a module is of a type that is known to fail in half precision.
 
     These are losses; parametrizations such as ``orthogonal`` (torch's half gradient of it is NaN) and
-    ``spectral_norm``; instance norms without weights that accumulate statistics; and a few modules of other packages.
+    ``spectral_norm``; instance norms that accumulate statistics; and a few modules of other packages.
     """
     if isinstance(module, _InstanceNorm):
-        return module.track_running_stats and not module.affine  # its first call detects one with weights
+        return module.track_running_stats
     kind = type(module)
     is_known = (kind.__module__.partition(".")[0], kind.__name__) in _KINDS
     return is_known or isinstance(module, (_Loss, ParametrizationList))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,12 +24,11 @@ from lightning_turbo._trainer import loaded_checkpoint, refuse_as_callback, warn
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.casts import LevelCasts, refuse_deepspeed
 from lightning_turbo.amp.convert import find_scaler_state
-from lightning_turbo.amp.grad_scaler import ApexGradScaler
-from lightning_turbo.amp.gradients import GradientStage, params_of
-from lightning_turbo.amp.half_forward import cast_floats, refuse_half
+from lightning_turbo.amp.grad_scaler import ApexGradScaler, forget_gradients, gradients_of, params_of
+from lightning_turbo.amp.half import cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES, OptLevel
 from lightning_turbo.errors import AmpUsageError
-from lightning_turbo.plugins.nonfinite import NonFiniteGuard
+from lightning_turbo.plugins.nonfinite import SkipCheck
 from lightning_turbo.plugins.skip_aware import wrap_scheduler
 
 __all__ = ["ApexAMP"]
@@ -60,13 +60,13 @@ class ApexAMP(Precision):
     Raises:
         AmpUsageError: If the level or an override is invalid (a ``ValueError`` and a ``RuntimeError``).
         TypeError: If a dtype is invalid, or ``scaler`` is not an ``ApexGradScaler``.
-        NonFiniteError: If about 125 steps in a row are skipped; it names the first module with inf or NaN.
+        NonFiniteError: If the last 50 steps were all skipped, at every 50th step.
         LightningMismatchError: If the program uses the other import name of Lightning.
 
     Note:
         The scale is updated once per optimizer step (``amp.scale_loss`` updates it once per backward pass). A skipped
-        step does not advance schedulers with ``interval="step"``. With a fused optimizer and no such scheduler, no step
-        synchronizes with the device.
+        step does not advance schedulers with ``interval="step"``. With a fused optimizer and no such scheduler, only
+        every 50th step synchronizes with the device.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -112,7 +112,7 @@ class ApexAMP(Precision):
             "cast_model_outputs": _dtype_of("cast_model_outputs", cast_model_outputs),
             "keep_fp32_modules": keep_fp32_modules,
         }
-        self._guard = NonFiniteGuard()
+        self._skip_check = SkipCheck()
         # The device is unknown until the Trainer sets up, but arguments are checked here. Casts, and a default scaler,
         # are created again if the device type differs.
         self._casts = LevelCasts(
@@ -188,13 +188,12 @@ class ApexAMP(Precision):
                 "loss_scale=128.0."
             )
         self._casts.attach(optimizer, [module])
-        self.scaler.state_of(optimizer).dropped()
+        forget_gradients(optimizer)
 
     def teardown(self) -> None:
         """Restore module and optimizers."""
         if self._casts.function_casts is not None:
             registration.restore_registered()
-        self._guard.remove()
         self._casts.restore()
 
     # A step
@@ -245,11 +244,6 @@ class ApexAMP(Precision):
             model.backward(self.scaler.scale(tensor), *args, **kwargs)
         self._casts.clear_cache()
 
-    def _after_closure(self, model: Any, optimizer: Any) -> None:
-        """Let the guard see the gradients before hooks and clipping."""
-        self._guard.before_step(self.scaler, optimizer)
-        super()._after_closure(model, optimizer)
-
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, clip, step or skip, and update the scale.
 
@@ -264,23 +258,22 @@ class ApexAMP(Precision):
         if not scaler.is_enabled():
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             self._casts.clear_cache()
-            self._guard.after_step(scaler, optimizer, model)
             return result
         result = closure()
         # In automatic optimization, a step without scaled gradients had no loss, because training_step may return None.
         # This also holds for the last batch of a window whose other batches left gradients.
-        state = scaler.state_of(optimizer)
-        has_gradients = not model.automatic_optimization or state.stage is GradientStage.SCALED
+        has_gradients = not model.automatic_optimization or gradients_of(optimizer).scaled_by is not None
         if has_gradients:
-            scaler.prepare_step(optimizer)
+            scaler.check(optimizer)
         self._after_closure(model, optimizer)  # Lightning's: hooks, then clipping
         if not has_gradients:
-            state.dropped()  # so that no scheduler waits
+            forget_gradients(optimizer)  # so that no scheduler waits
             return result
-        output = scaler.step(optimizer, closure=_once(result, optimizer), **kwargs)
+        step = functools.partial(optimizer.step, closure=_once(result, optimizer), **kwargs)
+        output = scaler.step(optimizer, step)
         scaler.settle()
         self._casts.clear_cache()
-        self._guard.after_step(scaler, optimizer, model)
+        self._skip_check.after_step(scaler, model.trainer.global_step)
         return result if output is None else output
 
     # State

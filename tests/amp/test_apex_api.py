@@ -232,22 +232,9 @@ def test_replicas_of_data_parallel_are_refused(level):
         replica_of(model)(torch.ones(2, 4))
 
 
-class Batch:
-    """Is treated as a container because it has ``to``."""
-
-    def __init__(self, items):
-        vars(self).update(items)
-
-    def values(self):
-        return vars(self).values()
-
-    def to(self, where):
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize("make", [
     dict, OrderedDict, UserDict, lambda items: defaultdict(list, items), lambda items: list(items.values()),
-    lambda items: deque(items.values(), maxlen=3), Batch,
+    lambda items: deque(items.values()),
 ])  # fmt: skip
 def test_containers_keep_their_types_as_inputs_and_outputs(make):
     class Net(nn.Linear):
@@ -265,6 +252,32 @@ def test_containers_keep_their_types_as_inputs_and_outputs(make):
     assert next(floats(out)).dtype is torch.float32
 
 
+class Batch:
+    """An object of the user's, which may refer back to itself."""
+
+    def __init__(self, x):
+        self.x, self.parent = x, self
+
+    def to(self, where):
+        raise NotImplementedError
+
+
+def test_an_object_passes_as_it_is_and_layers_cast_what_is_in_it():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, batch):
+            assert batch.x.dtype is torch.float32
+            return self.layer(batch.x)
+
+    model, given = Net(), Batch(torch.ones(5, 4))
+    init(model, sgd(model), "O2")
+    assert model(given).dtype is torch.float32
+    assert given.parent is given
+
+
 def test_a_module_in_a_batch_is_not_changed():
     class Net(nn.Linear):
         def forward(self, batch):
@@ -277,7 +290,7 @@ def test_a_module_in_a_batch_is_not_changed():
 
 
 def vars_of(container):
-    return type(container), getattr(container, "default_factory", None), getattr(container, "maxlen", None)
+    return type(container), getattr(container, "default_factory", None)
 
 
 def floats(container):

@@ -43,6 +43,15 @@ DIFFERENT = {
         {"1.running_mean": "float32", "1.running_var": "float32", "1.num_batches_tracked": "int64"},
         "a module without weights keeps its buffers, which positions and sums need",
     ),
+    "norms_O2": (
+        {
+            **{f"{name}.{kind}": "float16" for name in ("ln", "gn") for kind in ("weight", "bias")},
+            **{f"{name}.{kind}": "float32" for name in ("sbn", "in") for kind in ("weight", "bias")},
+            **{f"{name}.running_{kind}": "float32" for name in ("sbn", "in") for kind in ("mean", "var")},
+            **{f"{name}.num_batches_tracked": "int64" for name in ("sbn", "in")},
+        },
+        "an instance norm that accumulates statistics is float32, or they would freeze",
+    ),
     "zero_grad_effect_O2": ([["none"], ["none"]], OWN_MASTER + ": zero_grad is torch's own"),
     "after_skip_grads_O2": ([[False] * 6] * 2, OWN_MASTER + ": gradients stay until zero_grad, as at O1"),
     "after_step_grads_O2": ([[False] * 6] * 2, OWN_MASTER + ": gradients stay until zero_grad, as at O1"),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_turbo import ApexAMP, ApexGradScaler, amp
+from lightning_turbo import ApexAMP, amp
 from tests.amp.loops import init, net
 from tests.trainers import quiet_trainer
 
@@ -67,21 +67,6 @@ def by_amp(kind, level, scale, window=1, inside=False, fused=False):
     return model, sizes
 
 
-def by_the_scaler(kind, level, scale):
-    """A loop written for torch's GradScaler."""
-    model, scaler, sizes = net(), ApexGradScaler(scale), []
-    optimizer = stepper(model)
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, number)).backward()
-        scaler.unscale_(optimizer)
-        CLIP[kind](model.parameters(), LIMITS[kind])
-        sizes.append(size_of(model.parameters(), kind))
-        scaler.step(optimizer)
-        scaler.update()
-    return model, sizes
-
-
 class Module(pl.LightningModule):
     def __init__(self, kind, fused):
         super().__init__()
@@ -130,7 +115,6 @@ LOOPS = {
     "amp, fused": functools.partial(by_amp, fused=True),
     "amp, windows": functools.partial(by_amp, window=2),
     "amp, in scale_loss": functools.partial(by_amp, inside=True),
-    "scaler": by_the_scaler,
     "Trainer": by_trainer,
     "Trainer, fused": functools.partial(by_trainer, fused=True),
     "Trainer, windows": functools.partial(by_trainer, window=2),
@@ -140,7 +124,6 @@ LOOPS = {
 ROWS = [
     *((loop, level, *how) for loop in LOOPS if loop.startswith("amp") for level in ("O0", "O1", "O2", "O3")
       for how in (("dynamic", "norm"), (128.0, "value")) if (loop, level) != ("amp, fused", "O3")),
-    ("scaler", "none", "dynamic", "norm"), ("scaler", "none", 128.0, "value"),
     *(("Trainer", level, 128.0, kind) for level in ("O0", "O1", "O2", "O3") for kind in CLIP),
     *((loop, level, "dynamic", "norm") for loop in LOOPS if loop.startswith("Trainer, ") for level in ("O1", "O2")),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_turbo import amp
-from lightning_turbo.amp.grad_scaler import ApexGradScaler
+from lightning_turbo.amp.grad_scaler import ApexGradScaler, forget_gradients, gradients_of
 from lightning_turbo.errors import AmpUsageError
 from tests.amp.loops import INF, backward, init
 
@@ -18,11 +18,11 @@ def arrive(scaler, optimizer, *gradients):
     with scaler.backward([optimizer], unscale=False):
         for weight, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=False):
             weight.grad = gradient
-    scaler.unscale_(optimizer)
+    scaler.check(optimizer)
 
 
-def skips(scaler, optimizer):
-    return scaler.state_of(optimizer).is_overflow()
+def skips(optimizer):
+    return bool(gradients_of(optimizer).overflow)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -42,7 +42,7 @@ def test_an_overflow_in_the_first_fused_step_of_a_weight_leaves_no_momentum(grad
             scale = scaler.get_scale()
             arrive(scaler, optimizer, *(g and torch.full((1 << 16,), g) * scale for g in made))
             scaler.step(optimizer)
-            scaler.update()
+            scaler.settle()
         ends.append([weight.detach() for weight in weights])
     torch.testing.assert_close(*ends)
 
@@ -55,9 +55,9 @@ def test_gradients_of_any_dtype_are_unscaled(dtype):
     scaler.load_state_dict({"loss_scale": 1024.0, "unskipped": 0})
     arrive(scaler, optimizer, torch.tensor([1.0, -2.0, 0.5], dtype=dtype) * 1024)
     assert weight.grad.tolist() == [1.0, -2.0, 0.5]
-    assert not skips(scaler, optimizer)
+    assert not skips(optimizer)
     arrive(scaler, optimizer, torch.tensor([1.0, float("nan"), 0.5], dtype=dtype))
-    assert skips(scaler, optimizer)
+    assert skips(optimizer)
 
 
 def test_an_optimizer_that_accepts_grad_scaler_does_not_skip_steps_itself():
@@ -110,13 +110,13 @@ def test_the_loss_scale_grows_after_more_steps_than_the_growth_interval():
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=5)
     scaler.load_state_dict({"loss_scale": 8.0, "unskipped": 40})
     arrive(scaler, optimizer, torch.ones(1))
-    scaler.update()
+    scaler.settle()
     assert scaler.get_scale() == 16.0
 
 
-@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("overflow_at", [None, 2])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_loop_for_torchs_grad_scaler_gives_the_same_bits(fused, unscales):
+def test_a_loop_gives_the_same_bits_as_torchs_grad_scaler(fused, overflow_at):
     ends = []
     for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
         torch.manual_seed(0)
@@ -124,15 +124,20 @@ def test_a_loop_for_torchs_grad_scaler_gives_the_same_bits(fused, unscales):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         for number in range(5):
             optimizer.zero_grad()
-            loss = model(torch.randn(3, 4)).square().mean() * (INF if number == 2 else 1.0)
-            scaler.scale(loss).backward()
-            if unscales:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            loss = model(torch.randn(3, 4)).square().mean() * (INF if number == overflow_at else 1.0)
+            if kind is ApexGradScaler:
+                with scaler.backward([optimizer], unscale=number % 2 == 0):
+                    scaler.scale(loss).backward()
+                scaler.check(optimizer)
+                scaler.step(optimizer)
+                scaler.settle()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
         ends.append((model.weight.detach().clone(), scaler.get_scale()))
     assert torch.equal(ends[0][0], ends[1][0])
-    assert ends[0][1] == ends[1][1] == 2.0**15
+    assert ends[0][1] == ends[1][1] == 2.0 ** (16 - (overflow_at is not None))
 
 
 def test_a_loss_scale_of_one_equals_a_disabled_grad_scaler_of_torch():
@@ -142,21 +147,9 @@ def test_a_loss_scale_of_one_equals_a_disabled_grad_scaler_of_torch():
         optimizer = torch.optim.SGD([weight], lr=1.0)
         scaler.scale(weight.sum() * INF).backward()
         for _ in range(2):
-            scaler.unscale_(optimizer)
             scaler.step(optimizer)
         ends.append((weight.item(), weight.grad.item()))
     assert ends[0] == ends[1] == (-INF, INF)
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-@pytest.mark.parametrize("scale", ["dynamic", 8.0])
-def test_scale_accepts_several_losses(scale, kind):
-    losses = kind([torch.ones(2), kind([torch.ones((), dtype=torch.float16)])])
-    scaled = ApexGradScaler(scale).scale(losses)
-    wanted = torch.amp.GradScaler("cpu", 8.0 if scale == 8.0 else 2.0**16).scale(kind([torch.ones(2), torch.ones(())]))
-    assert type(scaled) is type(scaled[1]) is kind
-    assert torch.equal(scaled[0], wanted[0])
-    assert torch.equal(scaled[1][0], wanted[1])
 
 
 @pytest.mark.parametrize("scale", ["dynamic", 8.0])
@@ -164,77 +157,93 @@ def test_an_optimizer_without_gradients_does_not_affect_the_loss_scale(scale):
     optimizer, scaler = torch.optim.SGD([Parameter(torch.ones(1))], lr=1.0), ApexGradScaler(scale, growth_interval=1)
     before = scaler.get_scale()
     for _ in range(2):
+        scaler.check(optimizer)
         scaler.step(optimizer)
-        scaler.update()
+        scaler.settle()
     assert scaler.get_scale() == before
     assert not scaler.was_skipped(optimizer)
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_loop_for_torchs_grad_scaler_may_unscale_and_not_step(unscales):
-    """As in loops that check the norm of the gradients and skip a batch."""
-    weights = []
-    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
-        weight, scaler = Parameter(torch.zeros(1)), kind()
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        for number in range(3):
-            optimizer.zero_grad()
-            scaler.scale(weight.sum()).backward()
-            if number == 1 or unscales:
-                scaler.unscale_(optimizer)
-            if number != 1:
-                scaler.step(optimizer)
-            scaler.update()
-        weights.append(weight.item())
-    assert weights == [-2.0, -2.0]
+# What is known about gradients
 
 
-@pytest.mark.parametrize("optimizer", [
-    torch.optim.SGD, lambda weights, lr: torch.optim.AdamW(weights, lr=lr, fused=True),
-], ids=["plain", "fused"])  # fmt: skip
-@pytest.mark.parametrize("scale", ["dynamic", 8.0])
-@pytest.mark.parametrize("calls", [
-    "step step", "step unscale_", "unscale_ unscale_", "unscale_ step unscale_", "unscale_ step step",
-    "step update step", "step update unscale_ step", "unscale_ update unscale_ step", "unscale_ step update unscale_",
+def look(scaler, optimizer):
+    state = gradients_of(optimizer)
+    overflow = None if state.overflow is None else bool(state.overflow)
+    return state.scaled_by is scaler, overflow, scaler.was_skipped(optimizer)
+
+
+CALLS = {
+    "scaled": lambda scaler, optimizer, loss: _pass(scaler, optimizer, loss, False),
+    "unscaled": lambda scaler, optimizer, loss: _pass(scaler, optimizer, loss, True),
+    "check": lambda scaler, optimizer, loss: scaler.check(optimizer),
+    "step": lambda scaler, optimizer, loss: scaler.step(optimizer),
+    "settle": lambda scaler, optimizer, loss: scaler.settle(),
+    "zero": lambda scaler, optimizer, loss: optimizer.zero_grad(),
+    "forget": lambda scaler, optimizer, loss: forget_gradients(optimizer),
+}
+
+
+def _pass(scaler, optimizer, factor, unscale):
+    with scaler.backward([optimizer], unscale=unscale):
+        scaler.scale(optimizer.param_groups[0]["params"][0].sum() * factor).backward()
+
+
+@pytest.mark.parametrize(("calls", "factor", "scaled", "overflow", "skipped"), [
+    ("", 1.0, False, None, False),
+    ("scaled", 1.0, True, None, False),
+    ("scaled scaled", 1.0, True, None, False),
+    ("unscaled", 1.0, False, False, False),
+    ("unscaled scaled", 1.0, True, None, False),
+    ("scaled check", 1.0, False, False, False),
+    ("scaled check step settle", 1.0, False, None, False),
+    ("scaled check", INF, False, True, False),
+    ("unscaled", INF, False, True, False),
+    ("scaled check step", INF, False, None, True),
+    ("unscaled step settle", INF, False, None, True),  # a scheduler may ask after settle
+    ("unscaled step scaled", INF, True, None, False),
+    ("unscaled step check", INF, False, True, True),  # a second step would use the same gradients
+    ("unscaled step zero check", INF, False, False, True),
+    ("unscaled step forget", INF, False, None, False),
 ])  # fmt: skip
-def test_calls_in_the_wrong_order_raise_as_in_torchs_grad_scaler(calls, scale, optimizer):
-    ends = []
-    for scaler in (ApexGradScaler(scale), torch.amp.GradScaler("cpu", 8.0 if scale == 8.0 else 2.0**16)):
-        weight = Parameter(torch.zeros(1))
-        steps, refused = optimizer([weight], lr=1.0), None
-        scaler.scale(weight.sum() * 3).backward()
-        for name in calls.split():
-            try:
-                getattr(scaler, name)(*([] if name == "update" else [steps]))
-            except RuntimeError:
-                refused = name
-                break
-        ends.append((refused, weight.item(), weight.grad.item()))
-    assert ends[0] == ends[1]
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_known_about_gradients_after_each_call(calls, factor, scaled, overflow, skipped, fused):
+    weight = Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.AdamW([weight], fused=fused), ApexGradScaler()
+    for call in calls.split():
+        CALLS[call](scaler, optimizer, factor)
+    assert look(scaler, optimizer) == (scaled, overflow, skipped)
+    assert bool(scaler.skipped_steps) is (factor == INF and "step" in calls)
 
 
-def test_a_backward_pass_after_a_step_needs_no_update_of_the_scaler():
-    """As in loops that step twice on one batch."""
-    weight, scaler = Parameter(torch.zeros(1)), ApexGradScaler(8.0)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with scaler.backward([optimizer], unscale=False):
-            scaler.scale(weight.sum()).backward()
-        scaler.step(optimizer)
-    assert weight.item() == -2.0
+@pytest.mark.parametrize("calls", ["step", "scaled step", "unscaled step step", "scaled check step settle step"])
+@pytest.mark.parametrize("scale", ["dynamic", 8.0])
+def test_a_step_without_a_look_at_the_gradients_is_refused(calls, scale):
+    weight = Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), ApexGradScaler(scale)
+    *before, last = calls.split()
+    for call in before:
+        CALLS[call](scaler, optimizer, 1.0)
+    kept = weight.item()
+    with pytest.raises(AmpUsageError, match=r"step: expected a backward pass within.*keeps torch.amp.GradScaler"):
+        CALLS[last](scaler, optimizer, 1.0)
+    assert weight.item() == kept
 
 
-def test_setting_the_loss_scale_resets_a_found_overflow():
-    for kind in (ApexGradScaler, lambda: torch.amp.GradScaler("cpu")):
-        weight, scaler = Parameter(torch.zeros(1)), kind()
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        for factor in (INF, 1.0):
-            scaler.scale(weight.sum() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update(1024.0 if factor == INF else None)
-            optimizer.zero_grad()
-        assert scaler.get_scale() == 1024.0
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 3.0])
+@pytest.mark.parametrize("make", [
+    lambda x: x, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.to_sparse,
+    lambda x: torch.complex(torch.zeros_like(x), x),
+], ids=["float32", "float16", "bfloat16", "float64", "sparse", "complex"])  # fmt: skip
+def test_the_overflow_check_does_not_change_gradients(make, bad):
+    values = torch.ones(3), torch.tensor([1.0, bad])
+    weights = [Parameter(make(value).to_dense()) for value in values]
+    optimizer, scaler = torch.optim.SGD(weights, lr=1.0), ApexGradScaler()
+    for weight, value in zip(weights, values, strict=True):
+        weight.grad = make(value)
+    scaler.check(optimizer)
+    assert skips(optimizer) is (bad != 3.0)
+    torch.testing.assert_close([weight.grad for weight in weights], [make(value) for value in values], equal_nan=True)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -261,15 +270,15 @@ def test_a_failed_backward_pass_keeps_the_previous_gradients(before):
     assert net.weight.grad.item() == 1.0 + before
 
 
-def test_a_pickled_scaler_has_no_state_of_the_current_step():
+def test_a_pickled_scaler_has_the_same_state():
     weight = Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), ApexGradScaler(growth_interval=7, min_scale=2.0)
     arrive(scaler, optimizer, torch.full((1,), INF))
     scaler.step(optimizer)
-    scaler.update()
+    scaler.settle()
     other = pickle.loads(pickle.dumps(scaler))
     assert other.state_dict() == scaler.state_dict() == {"loss_scale": 2.0**15, "unskipped": 0}
-    assert (other.get_growth_interval(), other.min_scale, other.was_skipped(optimizer)) == (7, 2.0, False)
+    assert (other.growth_interval, other.min_scale) == (7, 2.0)
 
 
 @pytest.mark.parametrize(("name", "value"), [

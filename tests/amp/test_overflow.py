@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from lightning_turbo import ApexAMP, ApexGradScaler, amp
+from lightning_turbo import ApexAMP, amp
 from lightning_turbo.errors import AmpStateError
 from tests.amp.loops import INF, backward, init, net, ready, same, sgd, weights
 from tests.trainers import quiet_trainer
@@ -78,22 +78,6 @@ def by_amp_with_a_norm_check(make, level, steps, window=1):
     return record
 
 
-def by_the_scaler(make, level, steps, unscales=False):
-    """A loop written for torch's GradScaler."""
-    model, scaler, record = net(), ApexGradScaler(), Record()
-    optimizer = make(model.parameters())
-    record.add(model, optimizer, scaler.get_scale())
-    for number in steps:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, number)).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        record.add(model, optimizer, scaler.get_scale())
-    return record
-
-
 class Module(pl.LightningModule):
     def __init__(self, make, record, window):
         super().__init__()
@@ -145,8 +129,6 @@ LOOPS = {
     "amp, windows": functools.partial(by_amp, window=2),
     "amp, dropped by the loop": by_amp_with_a_norm_check,
     "amp, windows dropped by the loop": functools.partial(by_amp_with_a_norm_check, window=2),
-    "scaler": by_the_scaler,
-    "scaler, unscale_": functools.partial(by_the_scaler, unscales=True),
     "Trainer": by_trainer,
     "Trainer, windows": functools.partial(by_trainer, window=2),
     "Trainer, manual": functools.partial(by_trainer, module=Manual),
@@ -155,7 +137,6 @@ ROWS = [
     *((loop, optimizer, level) for loop in LOOPS if loop.startswith("amp") for optimizer in OPTIMIZERS
       for level in ("O1", "O2")),
     *((loop, "SGD", "O3") for loop in LOOPS if loop.startswith("amp")),  # the others need more than half weights
-    *((loop, optimizer, "none") for loop in LOOPS if loop.startswith("scaler") for optimizer in OPTIMIZERS),
     *(("Trainer", optimizer, level) for optimizer in ("SGD", "AdamW, fused") for level in ("O1", "O2")),
     ("Trainer, windows", "SGD, fused", "O2"), ("Trainer, manual", "AdamW", "O1"), ("Trainer, manual", "SGD", "O3"),
 ]  # fmt: skip

@@ -87,32 +87,3 @@ def test_buffers_written_through_data_accumulate_exactly(level):
         model(torch.full((2, 4), 2.0))
     assert model[0].count == 300
     assert abs(model[0].average.mean() - (2 - 0.999**300)) < 0.01
-
-
-class MomentumEncoder(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.query, self.how = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0), how
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                if self.how == "p.data = new":
-                    mine.data = mine.data * 0.999 + theirs.data * 0.001
-                else:
-                    mine.mul_(0.999).add_(theirs, alpha=0.001)
-        return self.query(x) - self.key(x)
-
-
-@pytest.mark.parametrize("how", ["p.data = new", "no_grad"])
-def test_a_momentum_encoder_follows_by_small_steps(how):
-    model = MomentumEncoder(how)
-    init(model, sgd(model), "O2", dtype=torch.bfloat16)
-    with torch.no_grad():
-        for mine in model.key.parameters():
-            mine.zero_()
-    for _ in range(100):
-        assert model(torch.ones(3, 1, 8)).dtype is torch.float32
-    wanted = (1 - 0.999**100) * torch.cat([p.flatten() for p in model.query.parameters()])
-    torch.testing.assert_close(torch.cat([p.flatten() for p in model.key.parameters()]), wanted, rtol=0.02, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Half copies of weights in a call, with torch.func, hooks, exports, buffers, sparse gradients and RNNs."""
+"""Half copies of weights and buffers: torch.func, hooks, exports, writes, sparse gradients and RNNs."""
 
 import copy
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_turbo import ApexAMP, ApexGradScaler, amp
-from lightning_turbo.errors import TurboWarning
+from lightning_turbo.errors import AmpStateError, AmpUsageError
 from tests.amp.loops import initialized
 from tests.integration.regression import Regression, apart, fit, flat, layers
 from tests.trainers import quiet_trainer
@@ -129,12 +129,7 @@ def test_checkpointing_recomputes_the_same_dtypes(level, way, reentrant, kept):
 # Exports during a run
 
 
-EXPORTS = {
-    "script": lambda module, x: torch.jit.script(module.net.eval())(x),
-    "script of a part": lambda module, x: torch.jit.script(module.net[2])(torch.jit.script(module.net[:2])(x)),
-    "script of the module": lambda module, x: module.to_torchscript()(x),
-    "trace": lambda module, x: torch.jit.trace(module.net, x)(x),
-}
+EXPORTS = {"trace": lambda module, x: torch.jit.trace(module.net, x)(x)}
 if hasattr(torch.compiler, "is_exporting"):  # since torch 2.7
     EXPORTS["export"] = lambda module, x: torch.export.export(module.net, (x,), strict=False).module()(x)
 
@@ -166,7 +161,16 @@ def test_a_network_can_be_exported_during_a_run(level):
         assert made.dtype is torch.float32
         torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.05)
     assert torch.equal(flat(module), flat(fit(Forwarding(), ApexAMP(level), max_epochs=2)))
-    assert "__prepare_scriptable__" not in vars(module.net)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_scripting_during_a_run_is_refused_with_a_remedy(level):
+    net, _ = initialized(layers(), level)
+    with pytest.raises(AmpStateError, match=r"torch.jit.script: expected .*after the run, or use torch.jit.trace"):
+        torch.jit.script(net)
+    amp.shutdown()
+    torch.jit.script(net)
 
 
 # Accumulation in buffers
@@ -222,10 +226,11 @@ def test_a_buffer_created_in_a_call_is_float32_and_accumulates_exactly(level):
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("alone", [True, False])
-def test_buffers_accumulate_exactly(replaces, alone):
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_buffers_accumulate_exactly(level, replaces, alone):
     net = nn.Sequential(Counting(replaces), nn.Linear(4, 2)) if alone else Counting(replaces, nn.Linear(4, 2))
     part = net[0] if alone else net
-    initialized(net, **({} if alone else {"keep_fp32_modules": [Counting]}))
+    initialized(net, level)
     for _ in range(300):
         assert net(torch.full((2, 4), 2.0)).dtype is torch.float32
     assert part.count == 300
@@ -234,18 +239,6 @@ def test_buffers_accumulate_exactly(replaces, alone):
     amp.shutdown()
     assert not net._forward_hooks
     assert not part._forward_pre_hooks
-
-
-@pytest.mark.parametrize("replaces", [False, True])
-def test_a_module_with_children_that_writes_to_a_buffer_warns(replaces):
-    net = Counting(replaces, nn.Linear(4, 2))
-    initialized(net)
-    for _ in range(2):
-        with pytest.warns(TurboWarning, match=r"Counting writes to its own buffer.*keep_fp32_modules=\[Counting\]"):
-            net(torch.full((2, 4), 2.0))
-    assert net.count == 2
-    assert net.average.dtype is net.below.weight.dtype is torch.float32
-    amp.shutdown()
 
 
 @pytest.mark.parametrize("make", [
@@ -288,23 +281,56 @@ def test_sparse_gradients_stay_sparse(kind, level):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_network_flattens_its_parameters_once_per_step(kind):
-    flattened = []
-
-    class CountingRNN(kind):
-        def flatten_parameters(self):
-            flattened.append(len(self._flat_weights))
-            super().flatten_parameters()
-
-    net = CountingRNN(4, 4)
-    net, optimizer = initialized(net)
-    flattened.clear()
-    for step in range(3):
-        with amp.scale_loss(sum(net(torch.ones(3, 2, 4))[0].sum() for _ in range(4)), optimizer) as scaled:
+def test_a_recurrent_network_has_its_own_weights_after_a_call(kind):
+    net, optimizer = initialized(kind(4, 4))
+    for _ in range(2):
+        out = net(torch.ones(3, 2, 4))[0]
+        assert all(weight is own for weight, own in zip(net._flat_weights, net.parameters(), strict=True))
+        with amp.scale_loss(out.sum(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        assert len(flattened) == step + 1
-    assert all(weight.dtype is torch.float32 for weight in net._flat_weights)
+
+
+# Parameters that a call writes
+
+WRITES = {
+    "in place": lambda p: torch.no_grad()(p.clamp_)(max=0.5),
+    "p.data =": lambda p: setattr(p, "data", p.data.clamp(max=0.5)),
+    "copy_": lambda p: torch.no_grad()(p.copy_)(p.clamp(max=0.5)),
+}
+
+
+class Clipping(nn.Linear):
+    def __init__(self, write):
+        super().__init__(4, 1)
+        self.write = write
+
+    def forward(self, x):
+        self.write(self.weight)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("grads", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_parameter_that_a_call_writes_is_refused_unless_its_module_is_kept(write, grads):
+    net = nn.Sequential(nn.Linear(4, 4), Clipping(WRITES[write]))
+    nn.init.ones_(net[1].weight)
+    before = [p.clone() for p in net.parameters()]
+    initialized(net)
+    said = r"wrote to 'weight' of Clipping.*outside of the call.*keep_fp32_modules=\['1'\]"
+    for _ in range(2):
+        with pytest.raises(AmpUsageError, match=said), torch.set_grad_enabled(grads):
+            net(torch.ones(2, 4))
+    net[1].write = lambda weight: None
+    net(torch.ones(2, 4))  # nothing of the failed calls is left
+    net[1].write = WRITES[write]
+    assert all(map(torch.equal, net.parameters(), before))
+    WRITES[write](net[1].weight)  # between calls it may
+    amp.shutdown()
+    nn.init.ones_(net[1].weight)
+    initialized(net, keep_fp32_modules=["1"])
+    net(torch.ones(2, 4))
+    assert (net[1].weight == 0.5).all()
 
 
 # Number of operations

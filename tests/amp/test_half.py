@@ -1,4 +1,4 @@
-"""A call of a network at O2 and O3: buffers, weights outside of the module tree, inputs, outputs."""
+"""A call of a network at O2 and O3: buffers, weights outside of the module tree, inputs, outputs, writes."""
 
 import copy
 
@@ -147,16 +147,30 @@ class TiedDecoder(nn.Module):
         return self.decoder(torch.tanh(self.encoder(x)))
 
 
-@pytest.mark.parametrize("make", [
-    Cell, lambda: Cell(tuple), lambda: TiedDecoder(lambda w: (w,)), lambda: TiedDecoder(lambda w: [[w]]),
-    lambda: TiedDecoder(lambda w: {"weight": w}), lambda: TiedDecoder(lambda w: w),
-], ids=["list", "list of tuples", "tuple", "list of lists", "dict", "attribute"])  # fmt: skip
+BESIDE = {
+    "list": Cell, "list of tuples": lambda: Cell(tuple), "tuple": lambda: TiedDecoder(lambda w: (w,)),
+    "list of lists": lambda: TiedDecoder(lambda w: [[w]]), "dict": lambda: TiedDecoder(lambda w: {"weight": w}),
+    "attribute": lambda: TiedDecoder(lambda w: w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_weights_outside_of_the_module_tree_are_refused_by_name_at_o2(kind):
+    name, owner = {"list": ("all_weights", "Cell"), "list of tuples": ("all_weights", "Cell")}.get(
+        kind, ("hidden", "Module")
+    )
+    net = BESIDE[kind]()
+    with pytest.raises(AmpUsageError, match=rf"got one in '{name}' of {owner}, .*self\.weight = other\.weight"):
+        initialized(net)
+    assert not any(part._forward_pre_hooks for part in net.modules())
+
+
+@pytest.mark.parametrize("kind", BESIDE)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_weights_outside_of_the_module_tree_are_cast(make, level, dtype):
+def test_weights_outside_of_the_module_tree_train_at_o3(kind, dtype):
     torch.manual_seed(0)
-    net, ends = make(), []
-    hidden = {name: value for name, value in vars(net).items() if name == "all_weights"}
-    for each, used in ((copy.deepcopy(net), "plain"), (net, level)):
+    net, ends = BESIDE[kind](), []
+    for each, used in ((copy.deepcopy(net), "plain"), (net, "O3")):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         if used != "plain":
             each, optimizer = initialized(each, used, dtype=dtype)
@@ -170,8 +184,6 @@ def test_weights_outside_of_the_module_tree_are_cast(make, level, dtype):
             optimizer.step()
         ends.append(torch.cat([p.detach().float().flatten() for p in each.parameters()]))
     assert (ends[0] - ends[1]).norm() < 0.05
-    amp.shutdown()
-    assert all(vars(net)[name] is value for name, value in hidden.items())
 
 
 class Rebinds(nn.Module):
@@ -198,20 +210,6 @@ def test_a_buffer_that_a_call_replaces_keeps_its_new_dtype(value, first, level):
         assert net[0].last is value
     amp.shutdown()
     assert net[0].last is value
-
-
-def test_a_copy_made_in_a_call_has_float32_weights_outside_of_the_module_tree(level):
-    class Copying(Cell):
-        def forward(self, x):
-            vars(self)["twin"] = copy.deepcopy(self)
-            return super().forward(x)
-
-    net, _ = initialized(Copying(), level)
-    net(torch.ones(2, 4))
-    twin = vars(net)["twin"]
-    assert [weight.dtype for weight in twin.all_weights[0]] == [torch.float32] * 2
-    assert torch.equal(twin.all_weights[0][0], net.w_in)
-    amp.shutdown()
 
 
 # Inputs and outputs

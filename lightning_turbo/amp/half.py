@@ -1,0 +1,575 @@
+"""O2 and O3: a network computes in half precision during its calls.
+
+When the outermost call of a network begins, a half copy replaces each of its float32 parameters and buffers; when it
+ends, the float32 tensors are back. The copies are made with ``parameter.to(half)``, so autograd itself returns float32
+gradients. Optimizers, callbacks and checkpoints need to know nothing about masters. At O3 the parameters are half from
+``start`` to ``stop``, and calls replace what remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import parametrize
+
+from lightning_turbo.amp.kept_modules import find_left_alone
+from lightning_turbo.amp.levels import HALF_DTYPES
+from lightning_turbo.errors import AmpStateError, AmpUsageError, TurboWarning
+
+__all__ = ["HalfCalls", "Hook", "cast_floats", "map_tensors", "refuse_half"]
+
+_untraced: Any = torch.compiler.disable  # its type stubs do not accept methods
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+
+_HINT = (
+    "During an O2 or O3 call, weights and inputs are half precision, which this operation does not support. Keep the "
+    "module that calls it in float32: keep_fp32_modules=[its name or its class]. Or, if a step calls the forward of a "
+    "layer, call the layer itself, which casts its inputs: layer(x). Weights that follow others, as those of a "
+    "momentum encoder, are moved outside of the call."
+)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``value`` with ``change`` applied to its tensors, in the collections that Lightning moves to a device."""
+    # The arguments of a call are a tuple and a dict, mostly of tensors and numbers, for which this is faster.
+    if isinstance(value, Tensor):
+        return change(value)
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if type(value) is tuple:
+        return tuple([map_tensors(each, change) for each in value])
+    if type(value) is dict:
+        return {key: map_tensors(each, change) for key, each in value.items()}
+    return apply_to_collection(value, Tensor, change, allow_frozen=True)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``. ``value`` is not modified."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+
+
+def refuse_half(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
+    """Raise an error if a model trains weights in half precision. Frozen weights may be half.
+
+    Raises:
+        AmpUsageError: If a parameter that requires gradients has one of the dtypes; the message names it.
+    """
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    half = next((f"{weight.dtype} in {name!r}" for name, weight in trained if weight.dtype in refused), None)
+    if half is not None:
+        raise AmpUsageError(
+            f"{type(model).__name__}: expected a model in float32, got {half}. Do not call .half() on it, or create it "
+            "in half precision: the level decides what becomes half. Frozen weights may stay half: "
+            "requires_grad_(False)."
+        )
+
+
+class Hook:
+    """A hook of a run. In a copy or pickle of its module it is a function of Python's own that does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the hook."""
+        return self._run(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    @property
+    def __name__(self) -> str:
+        # An AttributeError, because other callers do without a name. torch.jit.script needs it to compile the hook.
+        raise AmpStateError(
+            "torch.jit.script: expected a module outside of a run at O2 or O3, which has hooks on it. Script it after "
+            "the run, or use torch.jit.trace or torch.export."
+        )
+
+
+class _Swap(NamedTuple):
+    """A float32 tensor and the half copy that replaces it in a dict of a module."""
+
+    module: nn.Module
+    holder: dict[str, Any]
+    name: str
+    wide: Any
+    half: Any  # None for a buffer that the call may create
+    address: int | None  # of the data of the copy of a parameter
+
+
+class HalfCalls:
+    """The half precision of some networks, from ``start`` to ``stop``.
+
+    Only the outermost call replaces tensors and casts outputs back. An inner module casts only its inputs, so that a
+    tensor promoted to float32 between two modules becomes half again.
+
+    Outside calls every parameter and buffer has the dtype of the level, in the backward pass too. When activation
+    checkpointing calls a module again in a backward pass, that call uses copies as well.
+
+    A parameter that a call writes ends the call with an error. A buffer that a call writes keeps what was written and
+    is float32 in later calls too, so that averages, counts and codebooks accumulate. Buffers of modules without
+    weights, and those with a single number and no dimension, are float32 from the start.
+
+    Args:
+        roots: Whole networks.
+        dtype: The dtype of calls.
+        halves_weights: Whether parameters are cast from ``start`` to ``stop`` (O3), instead of in calls alone.
+        output_dtype: Dtype of the floating-point outputs of the outermost call; ``None`` casts half outputs to float32
+            and leaves others unchanged.
+        keep_batchnorm_fp32: Whether affine batch norm, including synchronized, keeps float32 weights and statistics.
+        kept: Modules that compute in float32, together with their submodules, wherever they are called.
+        steps: Whether calls of the first network are training steps, not network calls, while its ``forward`` is
+            replaced: this is how Lightning passes its steps through ``DistributedDataParallel``. Its own tensors, which
+            the step uses, stay float32.
+
+    Note:
+        Two threads must not call one model concurrently.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        dtype: torch.dtype,
+        *,
+        halves_weights: bool = False,
+        output_dtype: torch.dtype | None = None,
+        keep_batchnorm_fp32: bool = False,
+        kept: Iterable[nn.Module] = (),
+        steps: bool = False,
+    ) -> None:
+        self.dtype = dtype
+        self._roots = list(roots)
+        self._halves_weights = halves_weights
+        self._output_dtype = output_dtype
+        self._keep_batchnorm_fp32 = keep_batchnorm_fp32
+        # By identity, because the hash of a module may follow its state, as in metrics of torchmetrics.
+        self._kept = {id(module): module for module in kept}
+        self._step_owner = (roots[0], roots[0].forward) if steps else (None, None)
+        self._wide: dict[int, nn.Module] = {}  # modules whose own tensors are not cast
+        self._undo = contextlib.ExitStack()
+        # Of the outermost call in progress: the id of its module, its recursions, and what it has replaced.
+        self._call: int | None = None
+        self._depth = 0
+        self._swaps: list[_Swap] = []
+        self._weight_lists: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of recurrent networks
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}  # id of a half tensor -> it and its original
+        # Of all calls. Copies live until the next backward pass or step, so that an unchanged weight is cast once:
+        # id of a weight -> it, its state, its half copy.
+        self._copies: dict[int, tuple[Tensor, Any, Tensor]] = {}
+        self._written: dict[tuple[int, str], nn.Module] = {}  # buffers that a call has written
+        self._outer: dict[int, bool] = {}  # id of a hooked module -> whether it was called outside of other calls
+        self._warned: set[str] = set()  # classes of networks whose loss a warning has named
+
+    # The run
+
+    def start(self) -> None:
+        """Hook the networks and their modules with weights, and cast the parameters at O3."""
+        modules = {id(part): part for root in self._roots for part in root.modules()}
+        below = (part for module in self._kept.values() for part in module.modules())
+        alone = (part for root in self._roots for part in find_left_alone(root))
+        self._wide = {id(part): part for part in itertools.chain(below, alone)}
+        self._refuse_beside(modules)
+        for module in modules.values():
+            self._hook_module(module)
+        for root in self._roots:
+            before = Hook(lambda *_: self.end())
+            self._undo.callback(root.register_state_dict_pre_hook(before).remove)
+            self._undo.callback(root.register_load_state_dict_pre_hook(before).remove)
+        if self._halves_weights:
+            self._halve(modules)
+
+    def _refuse_beside(self, modules: dict[int, nn.Module]) -> None:
+        """Raise an error if a module has a weight in an attribute that no call can replace."""
+        if self._halves_weights or self.dtype not in HALF_DTYPES:
+            return
+        for key, module in modules.items():
+            # A LightningModule may keep lists of weights for its optimizers.
+            if key in self._wide or module is self._step_owner[0]:
+                continue
+            own = ("_parameters", "_buffers", "_modules", *(_RNN_LISTS if isinstance(module, nn.RNNBase) else ()))
+            name = next((name for name, value in vars(module).items() if name not in own and _holds_weights(value)), "")
+            if name:
+                raise AmpUsageError(
+                    f"O2: expected weights as attributes of modules, got one in {name!r} of {type(module).__name__}, "
+                    "which a call would find in float32 beside half inputs. Assign the parameter itself, also to a "
+                    "second module (self.weight = other.weight); or use O1."
+                )
+
+    def _hook_module(self, module: nn.Module) -> None:
+        if id(module) in self._kept:
+            self._hook_begin(module, self._enter_kept)
+            self._hook_end(module, self._leave_kept)
+        # Modules without weights, such as losses and metrics, compute outside calls in the dtype of their inputs.
+        elif id(module) not in self._wide and (_has_weights(module) or any(root is module for root in self._roots)):
+            self._hook_begin(module, self._enter)
+
+    # Both before all other hooks, which then see half weights, such as pruning hooks that compute a weight from others.
+
+    def _hook_begin(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._undo.callback(module.register_forward_pre_hook(Hook(run), prepend=True, with_kwargs=True).remove)
+
+    def _hook_end(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._undo.callback(module.register_forward_hook(Hook(run), prepend=True, always_call=True).remove)
+
+    def _halve(self, modules: dict[int, nn.Module]) -> None:
+        """Cast the parameters until ``stop``, and save them in float32."""
+        half_before = {key: _half_names(module) for key, module in modules.items()}
+        cast = [part for root in self._roots for part in self._cast_modules(root) if part is not self._step_owner[0]]
+        ids = {id(module) for module in cast}
+        # What a float32 module also holds stays float32.
+        others = {p for key, part in modules.items() if key not in ids for p in part.parameters(recurse=False)}
+        for module in cast:
+            self._halve_module(module, others)
+        for key, module in modules.items():
+            save = Hook(functools.partial(_save_float32, half_before[key]))
+            self._undo.callback(module.register_state_dict_post_hook(save).remove)
+        self._undo.callback(self._widen_all, modules, half_before)
+
+    def _halve_module(self, module: nn.Module, others: set[nn.Parameter]) -> None:
+        for param in module.parameters(recurse=False):
+            if self._needs_cast(param) and param not in others:
+                param.data, param.grad = param.data.to(self.dtype), None
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+    def _widen_all(self, modules: dict[int, nn.Module], half_before: dict[int, set[str]]) -> None:
+        """Cast the tensors of all modules to float32, later additions too, except what was half before the run."""
+        for part in (part for root in self._roots for part in root.modules()):
+            before = half_before[id(part)] if id(part) in modules else ()
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and tensor.dtype is self.dtype and name not in before:
+                    tensor.data, tensor.grad = tensor.data.float(), None
+
+    def stop(self) -> None:
+        """Remove the hooks, and cast the parameters of O3 to float32."""
+        self.end()
+        self.clear_cache()
+        self._undo.close()
+
+    def clear_cache(self) -> None:
+        """Drop the half copies.
+
+        Called after a backward pass, to free their memory until the step, and after a step, because an optimizer may
+        write to ``weight.data``.
+        """
+        self._copies.clear()
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Wrap a step: add advice to errors about unsupported half precision. The hooks do everything else."""
+        try:
+            yield
+        except RuntimeError as error:
+            words = ("Half", "BFloat16", "dtype", "scalar type", "primitive")
+            if not isinstance(error, AmpUsageError) and any(word in str(error) for word in words):
+                error.args = (f"{error}\n{_HINT}",)
+            raise
+        finally:
+            self.end()
+
+    def backward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context manager of a backward pass."""
+        self.end()
+        return contextlib.nullcontext()
+
+    # The hooks of modules that are cast
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_entry = self._call is None
+        if is_entry:
+            # An export during a run, for example to ONNX, gets the float32 network; half weights still need the casts.
+            if self._halves_weights or not _is_exporting():
+                self._begin(module)
+            if self._call is None:
+                return None
+        elif self._call == id(module):
+            self._depth += 1
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype:
+            return None  # nothing to cast, the common case
+        if is_entry:
+            return map_tensors(args, self._narrow), map_tensors(kwargs, self._narrow)
+        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # Compared by id, because torch.compile traces that better than a comparison of modules.
+        if self._call != id(module):
+            return None
+        if self._depth:
+            self._depth -= 1
+            return None
+        try:
+            return self._cast_output(module, output) if self._outer[id(module)] else None
+        finally:
+            self._end(module)
+
+    def _cast_output(self, module: nn.Module, output: Any) -> Any:
+        """Cast the outputs of the network, and warn once if a scalar, such as a loss, was computed in half."""
+        dtype = self._output_dtype
+        scalars: list[Tensor] = []
+
+        def widen(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            tensor = self._original(tensor)
+            if tensor.ndim == 0 and tensor.dtype in HALF_DTYPES:
+                scalars.append(tensor)
+            return tensor.to(dtype or (torch.float32 if tensor.dtype in HALF_DTYPES else tensor.dtype))
+
+        result = map_tensors(output, widen)
+        if scalars:
+            self._warn_of_scalar(type(module).__name__)
+        return result
+
+    @_untraced
+    def _warn_of_scalar(self, name: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            bits = 8 if self.dtype is torch.bfloat16 else 11
+            warnings.warn(
+                f"{name} returns a scalar that it computed in {self.dtype}, with {bits} bits. A logged loss may then "
+                "seem constant, which misleads early stopping and checkpointing. Compute it outside the network, from "
+                "its outputs, or in a submodule named in keep_fp32_modules; or use O1.",
+                TurboWarning,
+                stacklevel=2,
+            )
+
+    # The hooks of modules that stay float32: they always receive float32, and return half within an outermost call
+
+    def _enter_kept(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def widen(tensor: Tensor) -> Tensor:
+            return self._original(tensor).to(torch.float32) if tensor.is_floating_point() else tensor
+
+        return map_tensors(args, widen), map_tensors(kwargs, widen)
+
+    def _leave_kept(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # Recomputed on its own in a backward pass, it must return what it returned before.
+        if self._call is not None or not _in_backward_pass():
+            self._outer[id(module)] = self._call is None
+        if self._outer.get(id(module), True):
+            return None
+        # A scalar, such as a loss, keeps its precision.
+        return map_tensors(output, lambda tensor: self._narrow(tensor) if tensor.ndim else tensor)
+
+    # Tensors at the borders of a call. A module that stays float32, or the recipient of the output, gets the original
+    # of a tensor that was cast on the way, and not a rounded one.
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        """Return a floating-point tensor in half; the call in progress remembers the original."""
+        if not tensor.is_floating_point() or tensor.dtype is self.dtype:
+            return tensor
+        half = tensor.to(self.dtype)
+        if self._call is not None and not torch.compiler.is_compiling():  # ids mean nothing in a graph
+            self._originals[id(half)] = half, tensor
+        return half
+
+    def _original(self, tensor: Tensor) -> Tensor:
+        """Return the tensor from which this one was cast in the call in progress, or the tensor itself."""
+        if torch.compiler.is_compiling() or not self._originals:
+            return tensor
+        return self._originals.get(id(tensor), (tensor, tensor))[1]
+
+    # A call
+
+    @_untraced
+    def _begin(self, module: nn.Module) -> None:
+        """Begin an outermost call, unless this is a training step."""
+        owner, forward = self._step_owner
+        if module is owner and module.forward != forward:
+            return
+        if "_is_replica" in vars(module):
+            raise AmpUsageError("O2 and O3: expected one process per device, got DataParallel. Train with DDP.")
+        cast = self._cast_modules(module)
+        _refuse_cached(module)
+        if id(module) not in self._outer:  # now and not at the start, because most modules are never outermost
+            self._hook_end(module, self._leave)
+        # Recomputed in a backward pass, a module must return what it returned before: half, if it was an inner module.
+        self._outer[id(module)] = self._outer.get(id(module), False) or not _in_backward_pass()
+        self._call = id(module)
+        for part in cast:
+            self._replace(part)
+
+    def _cast_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return ``root`` and the modules below it whose own tensors are cast, each once."""
+        modules: list[nn.Module] = []
+        waiting = [root]
+        seen = set()
+        while waiting:
+            module = waiting.pop()
+            if id(module) in seen or id(module) in self._wide:
+                continue
+            seen.add(id(module))
+            waiting += [child for child in module._modules.values() if child is not None]
+            if not (self._keep_batchnorm_fp32 and isinstance(module, _BatchNorm) and module.affine):
+                modules.append(module)
+        return modules
+
+    def _replace(self, module: nn.Module) -> None:
+        """Replace the tensors of one module with half copies."""
+        if isinstance(module, nn.RNNBase):
+            # The module notices the replaced weights and makes these lists again.
+            self._weight_lists.append((vars(module), {name: vars(module)[name] for name in _RNN_LISTS}))
+        for name, wide in module._parameters.items():
+            if self._needs_cast(wide):
+                self._swap(module, module._parameters, name, wide)
+        # Buffers of a module without weights keep their precision: the frequencies of rotary embeddings need it.
+        has_weights = bool(module._buffers) and _has_weights(module)
+        for name, wide in module._buffers.items():
+            if wide is None:
+                self._swaps.append(_Swap(module, module._buffers, name, None, None, None))
+            elif has_weights and wide.ndim and self._needs_cast(wide) and (id(module), name) not in self._written:
+                self._swap(module, module._buffers, name, wide)
+
+    def _swap(self, module: nn.Module, holder: dict[str, Any], name: str, wide: Tensor) -> None:
+        half = holder[name] = self._copy_of(wide)
+        address = _address_of(half) if isinstance(wide, nn.Parameter) else None
+        self._swaps.append(_Swap(module, holder, name, wide, half, address))
+
+    def _copy_of(self, wide: Tensor) -> Tensor:
+        # A replacement by torch.func is cast within its graph and not kept, because it belongs to this call. Without
+        # gradients nothing is kept: code that writes to ``weight.data`` between evaluations, such as a swap of averaged
+        # weights, leaves the version counter unchanged.
+        if not isinstance(wide, nn.Parameter) or not torch.is_grad_enabled():
+            return self._cast(wide)
+        # The address changes with an assignment to ``weight.data``, which leaves the version counter unchanged.
+        state = (0 if wide.is_inference() else wide._version, wide.data_ptr(), wide.requires_grad)
+        _, made_of, half = self._copies.get(id(wide), (None, None, wide))
+        if made_of != state:
+            half = self._cast(wide)
+            self._copies[id(wide)] = wide, state, half
+        return half
+
+    def _cast(self, wide: Tensor) -> Tensor:
+        return wide.to(self.dtype)  # one line for all, because jit.trace compares source locations
+
+    def _needs_cast(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
+        return tensor is not None and tensor.is_floating_point() and tensor.dtype not in (self.dtype, *HALF_DTYPES)
+
+    @_untraced
+    def _end(self, module: nn.Module) -> None:
+        """End the call of a module.
+
+        Raises:
+            AmpUsageError: If it has written to a parameter.
+        """
+        written = self.end()
+        if written is not None:
+            part, name = written
+            names = (path for root in self._roots for path, each in root.named_modules() if each is part)
+            raise AmpUsageError(
+                f"A call of {type(module).__name__} wrote to {name!r} of {type(part).__name__}, whose half copy ends "
+                "with the call. Write it outside of the call, for example in training_step before the network is "
+                f"called; or keep the module that writes it in float32: keep_fp32_modules=[{next(names, '')!r}] if it "
+                "writes its own."
+            )
+
+    @_untraced
+    def end(self) -> tuple[nn.Module, str] | None:
+        """Restore the float32 tensors, and keep what was written to buffers.
+
+        Normally a call's hook does this. torch runs no hooks after a ``KeyboardInterrupt``; then the next backward pass
+        does, or saving or loading the state of a network.
+
+        Returns:
+            The module and the name of a parameter that was written to.
+        """
+        swaps, self._swaps = self._swaps, []
+        lists, self._weight_lists = self._weight_lists, []
+        self._call, self._depth = None, 0
+        self._originals.clear()
+        written = None
+        for swap in reversed(swaps):
+            now = swap.holder.get(swap.name)
+            if now is swap.half and swap.wide is not None:
+                swap.holder[swap.name] = swap.wide
+            if swap.holder is swap.module._buffers:
+                self._keep_buffer(swap, now)
+            elif now is swap.half and self._was_written(swap):
+                written = swap.module, swap.name
+                self._copies.clear()
+        for attributes, before in lists:
+            attributes.update(before)
+        return written
+
+    def _was_written(self, swap: _Swap) -> bool:
+        """Return whether a call wrote to the copy of a parameter, or set its data."""
+        # A recurrent network sets the data of its weights to flatten them. A weight of torch.func has no address.
+        if swap.address is None or isinstance(swap.module, nn.RNNBase):
+            return False
+        return swap.half.data_ptr() != swap.address or (not swap.half.is_inference() and swap.half._version > 0)
+
+    @torch.no_grad()
+    def _keep_buffer(self, swap: _Swap, now: Any) -> None:
+        """Keep what a call wrote to a buffer, created or put in its place, and note that the buffer is written."""
+        module, holder, name, wide, half, _ = swap
+        if half is not None and now is half:
+            # The kernels of norms, whose statistics stay half as in apex, do not change the version counter, and a
+            # tensor of inference mode has none.
+            counts = not half.is_inference() and not isinstance(module, _NormBase)
+            is_written = counts and half._version > 0
+            if is_written or not counts:
+                # The other entries stay exact. ``data`` keeps the version counter, which autograd compares.
+                wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
+        else:
+            is_written = isinstance(now, Tensor) and now.dtype is self.dtype
+            if is_written:
+                holder[name] = now.detach().to(torch.float32 if wide is None else wide.dtype)
+        if is_written:
+            self._written[id(module), name] = module
+
+
+_RNN_LISTS = ("_flat_weights", "_flat_weight_refs")
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _half_names(module: nn.Module) -> set[str]:
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return {name for name, tensor in tensors if tensor is not None and tensor.dtype in HALF_DTYPES}
+
+
+def _save_float32(half_before: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in (*module._parameters, *module._buffers):
+        tensor = state.get(prefix + name)
+        if name not in half_before and isinstance(tensor, Tensor) and tensor.dtype in HALF_DTYPES:
+            state[prefix + name] = tensor.float()
+
+
+def _address_of(tensor: Any) -> int | None:
+    """Return the address of a tensor's data; ``None`` for a stand-in, such as under torch.func."""
+    try:
+        return tensor.data_ptr() if type(tensor) is Tensor else None
+    except RuntimeError:  # torch raises this if there is no storage
+        return None
+
+
+def _refuse_cached(module: nn.Module) -> None:
+    """Raise an error if weights are cached across the border of a call, where their dtype changes."""
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
+        raise AmpUsageError(
+            f"O2 and O3: expected calls outside of torch.nn.utils.parametrize.cached(), got one of a "
+            f"{type(module).__name__} in it, whose weights are float32 outside of calls and half in them. Enter "
+            "cached() in the forward of the whole network, or use O1."
+        )
+
+
+def _holds_weights(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(map(_holds_weights, value))
+    if type(value) is dict:
+        return any(map(_holds_weights, value.values()))
+    return isinstance(value, nn.Parameter)
+
+
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
