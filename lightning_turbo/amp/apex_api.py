@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_turbo._checks import expect, is_whole
 from lightning_turbo.amp import registration
 from lightning_turbo.amp.casts import LevelCasts, refuse_deepspeed
-from lightning_turbo.amp.grad_scaler import ApexGradScaler, forget_gradients, gradients_of, params_of
+from lightning_turbo.amp.grad_scaler import ApexGradScaler, gradients_of, params_of
 from lightning_turbo.amp.half import Hook, cast_floats, refuse_half
 from lightning_turbo.amp.levels import HALF_DTYPES, OptLevel, half_dtype_for
 from lightning_turbo.errors import AmpLookupError, AmpStateError, AmpUsageError
@@ -106,7 +106,7 @@ class _Session:
                 # with the same gradients is not skipped.
                 return run() if state.overflow is None else self.scalers[0].step(optimizer, run)
         finally:
-            forget_gradients(optimizer)
+            state.overflow = state.scaled_by = None
             self.casts.clear_cache()
 
     @contextlib.contextmanager

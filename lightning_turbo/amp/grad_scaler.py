@@ -138,8 +138,6 @@ class ApexGradScaler:
             unscale: ``True`` unscales and checks after the pass, so that all gradients are unscaled. ``False`` leaves
                 them scaled until ``check`` or a pass with ``True``; gradients that were unscaled are scaled again.
         """
-        for optimizer in optimizers:
-            gradients_of(optimizer).skipped = False
         if not self.is_enabled():
             return contextlib.nullcontext()
         return self._unscaled_pass(optimizers) if unscale else self._scaled_pass(optimizers)
@@ -151,7 +149,7 @@ class ApexGradScaler:
             for grad in self._unscaled_gradients(optimizers).values():
                 grad.mul_(self._scale_on(grad.device))
         for state in map(gradients_of, optimizers):
-            state.scaled_by, state.overflow = self, None
+            state.scaled_by, state.overflow, state.skipped = self, None, False
         yield
 
     @contextlib.contextmanager
@@ -181,10 +179,11 @@ class ApexGradScaler:
         """
         before = self._unscaled_gradients(optimizers)
         for optimizer in optimizers:
-            # An overflow whose gradients were set to None or to zero is forgotten.
+            # An overflow, also of a skipped step, is forgotten once its gradients were set to None or to zero.
             state = gradients_of(optimizer)
-            if state.overflow is not None and state.overflow is not False:
+            if (state.overflow is not None and state.overflow is not False) or state.skipped is not False:
                 state.overflow = self._find([before[p] for p in params_of(optimizer) if p in before])
+            state.skipped = False
         for param in before:
             param.grad = None
         # Views into DDP's buckets are cloned.
