@@ -43,7 +43,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     # The arguments of a call are a tuple and a dict, mostly of tensors and numbers, for which this is faster.
     if isinstance(value, Tensor):
         return change(value)
-    if value is None or isinstance(value, (int, float, str)):
+    if value is None or isinstance(value, (int, float, str, bytes, range)):
         return value
     if type(value) is tuple:
         return tuple([map_tensors(each, change) for each in value])
