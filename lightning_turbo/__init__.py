@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.data.dali.loader import DALILoader as DALILoader
     from lightning_turbo.data.loading.device import DevicePrefetcher as DevicePrefetcher
     from lightning_turbo.data.loading.loader import PrefetchLoader as PrefetchLoader
+    from lightning_turbo.data.loading.loader import seed_samples as seed_samples
     from lightning_turbo.data.loading.tune_workers import tune_workers as tune_workers
     from lightning_turbo.data.normalize import Normalize as Normalize
     from lightning_turbo.data.orders.length_batch_sampler import LengthBatchSampler as LengthBatchSampler
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # for type checkers, which cannot read PUBLIC; a test compare
     from lightning_turbo.data.orders.weighted_sampler import WeightedSampler as WeightedSampler
     from lightning_turbo.data.packed.packed_dataset import PackedDataset as PackedDataset
     from lightning_turbo.data.packed.patches import PatchDataset as PatchDataset
-    from lightning_turbo.data.sample_seeds import seed_samples as seed_samples
     from lightning_turbo.datamodules.dali import DALIDataModule as DALIDataModule
     from lightning_turbo.datamodules.prefetch import PrefetchDataModule as PrefetchDataModule
     from lightning_turbo.doctor.callback import Doctor as Doctor
@@ -75,7 +75,7 @@ PUBLIC = {
         "AugmentBatches": "callbacks.augment",
         "augment": "data.augment",
         "tune_workers": "data.loading.tune_workers",
-        "seed_samples": "data.sample_seeds",
+        "seed_samples": "data.loading.loader",
         "SeededSampler": "data.orders.seeded_sampler",
         "LengthBatchSampler": "data.orders.length_batch_sampler",
         "WeightedSampler": "data.orders.weighted_sampler",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 __all__ = [
-    "answer_unknown", "check_choice", "check_count", "check_functions", "check_switches", "expect", "inherits",
+    "check_choice", "check_count", "check_functions", "check_switches", "expect", "inherits",
     "is_list", "is_number", "is_size", "is_whole", "refuse_name", "suggest",
 ]  # fmt: skip
-
-T = TypeVar("T", bound=Callable[..., None])
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any], error: type[Exception] = ValueError) -> None:
@@ -101,34 +97,6 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def is_size(value: object, axes: int) -> TypeGuard[Sequence[int]]:
     """Return whether a value is a sequence of ``axes`` integers, each at least 1."""
     return is_list(value) and len(value) == axes and all(is_whole(length, 1) for length in value)
-
-
-def answer_unknown(**meant: str) -> Callable[[T], T]:
-    """Make an ``__init__`` answer an unknown keyword with a suggestion.
-
-    Args:
-        **meant: Name that a user may try -> name of the argument. Near misses need no entry.
-
-    Raises:
-        TypeError: In the ``__init__``, for an unknown keyword.
-    """
-
-    def decorate(init: T) -> T:
-        parameters = inspect.signature(init).parameters
-        known = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-            for name in kwargs:
-                if name not in known:
-                    hint = f"; did you mean {meant[name]}?" if name in meant else suggest(name, known[1:])
-                    takes = ", ".join(known[1:])
-                    raise TypeError(f"{type(self).__name__} has no argument {name}{hint or '.'} It takes {takes}.")
-            init(self, *args, **kwargs)
-
-        return cast("T", checked)
-
-    return decorate
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

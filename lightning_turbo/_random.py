@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import random
-import sys
 import threading
 import types
 from collections import deque
@@ -32,11 +30,11 @@ __all__ = [
     "set_generator_state",
     "set_shared_state",
     "shared_state",
+    "states_lock",
     "torch_state",
     "uncollected",
 ]
 
-NAMES = ("torch", "random", "numpy.random")
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 # Types that hold no generator, or that lead away from the dataset.
 DATA = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.ModuleType)
@@ -45,18 +43,14 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 MOST_OBJECTS = 10_000
 MOST_PARTS = 256
 
-# Packages whose lines are not traced. Seeding torch alone runs thousands of lines. An interrupt most likely arrives at
-# a traced line, and must not arrive where this package releases a lock.
-QUIET = {*sys.stdlib_module_names, "torch", "numpy", "lightning_turbo"}
-# Traced all the same: it seeds generators for a sample and restores them, which only its own lines show.
-SEEDING = "lightning_turbo.data.sample_seeds"
-
-# Held while a torch generator state is read, and across a fork, so that no child starts with the lock held and its
-# garbage collector off. A fork takes locks in reverse order of registration: those of loaders before this one, like
-# loads.
-_reading = threading.RLock()
+# Held while a torch generator state is read, while the global RNGs are drawn from and put back, and across a fork, so
+# that no child starts with the lock held and its garbage collector off. A fork takes locks in reverse order of
+# registration: those of loaders before this one, like loads.
+states_lock = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+    os.register_at_fork(
+        before=states_lock.acquire, after_in_parent=states_lock.release, after_in_child=states_lock.release
+    )
 
 
 def shared_state(held: Sequence[Any] = ()) -> dict[str, Any]:
@@ -88,7 +82,7 @@ def uncollected() -> Iterator[None]:
     A collection can switch threads. If the other thread then asks for the same generator, which torch has locked, it
     waits for ever while it holds the GIL.
     """
-    with _reading:
+    with states_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -152,11 +146,12 @@ def changed_generators(before: dict[str, Any], after: dict[str, Any]) -> list[st
 @contextmanager
 def same_random_numbers(held: Sequence[Any] = ()) -> Iterator[None]:
     """Restore the global RNGs, and the ``held`` ones, after the block, whatever it draws."""
-    state = shared_state(held)
-    try:
-        yield
-    finally:
-        set_shared_state(state, held)
+    with states_lock:
+        state = shared_state(held)
+        try:
+            yield
+        finally:
+            set_shared_state(state, held)
 
 
 @contextmanager
@@ -168,119 +163,37 @@ def generators_at(state: dict[str, Any], held: Sequence[Any] = ()) -> Iterator[N
 
 
 class GeneratorWatch:
-    """Finds out which random generators the body of a ``with`` uses: global ones, and those that a dataset holds.
+    """Finds out which random generators the body of a ``with`` draws from: global ones, and those that a dataset holds.
 
-    A generator that is seeded for a sample and then restored leaves no trace in the final state. So the calling thread
-    is traced, and the states are compared the first two times that each line of Python is reached: a line between the
-    seeding and the restoring sees different states. Call events do not suffice, because NumPy's functions cause none.
-    Under a debugger, which traces too, only the final states are compared.
+    The states before and after are compared. A generator that is seeded for a sample and then put back counts as not
+    drawn from, which is right where nobody else draws meanwhile.
 
     Args:
         held: Generators that the dataset holds, as ``generators_in`` returns them.
-        lines: How many lines are traced; 0 compares only the final states. A body that runs more lines counts as one
-            that may draw.
 
     Attributes:
         drew: What the body drew from, in words, set after the ``with``; empty if nothing.
-        found: The same as a clause. It also covers a body that ran more lines than are traced; empty if nothing was
-            drawn.
     """
 
-    LINES = 200_000
-    LINE_SECONDS = 2.5e-7  # cost of tracing one line
-    VISITS = 2  # of each line at which the states are compared
-
-    def __init__(self, held: Sequence[Any] = (), *, lines: int = LINES) -> None:
+    def __init__(self, held: Sequence[Any] = ()) -> None:
         self.drew: list[str] = []
         self._held = held
-        self._names: set[str] = set()  # the global RNGs that were drawn from
-        self._left = lines
-        self._limit = lines
-        self._traces: dict[types.CodeType, Any] = {}  # the line tracer of each function
 
     @property
     def found(self) -> str:
-        """The result as a clause."""
-        if self.drew:
-            return f"draws from {' and '.join(self.drew)}"
-        return "" if self._left >= 0 else f"runs more than {self._limit} lines of Python, so that a draw may go unseen"
+        """The result as a clause; empty if nothing was drawn."""
+        return f"draws from {' and '.join(self.drew)}" if self.drew else ""
 
     def __enter__(self) -> GeneratorWatch:
-        self._before = shared_state()
-        self._own = [generator_state(each) for each in self._held]
-        self._snapshot = _Snapshot()
-        self._is_tracing = self._left > 0 and sys.gettrace() is None
-        if self._is_tracing:
-            sys.settrace(self._enter_function)
+        self._before = shared_state(self._held)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._is_tracing:
-            sys.settrace(None)
-        self._traces.clear()  # they refer to this object
-        self._look()
-        if self._names:
-            names = sorted(self._names, key=NAMES.index)
+        after = shared_state(self._held)
+        if names := changed_generators(self._before, after):
             self.drew.append(f"the global RNG of {' and '.join(names)}, which the model may use too")
-        if not same_states(self._own, [generator_state(each) for each in self._held]):
+        if not same_states(self._before.get("held", ()), after.get("held", ())):
             self.drew.append("a random generator that the dataset holds")
-
-    def _enter_function(self, frame: Any, *event: Any) -> Any:
-        """Return the line tracer for a function; ``None`` if its lines are not traced."""
-        code = frame.f_code
-        if code not in self._traces:
-            module = frame.f_globals.get("__name__", "")
-            is_quiet = module.partition(".")[0] in QUIET and module != SEEDING
-            # If an untraced function sets a generator, the next traced line of the dataset's code shows it.
-            self._traces[code] = None if is_quiet else self._tracer()
-        return self._traces[code]
-
-    def _tracer(self) -> Any:
-        visits: dict[int, int] = {}
-
-        def trace(frame: Any, *event: Any) -> Any:
-            self._left -= 1
-            line = frame.f_lineno
-            count = visits.get(line, 0)
-            if count < self.VISITS:
-                visits[line] = count + 1
-                if not self._snapshot.holds():
-                    self._look()
-            # Once every generator has been drawn from, nothing is left to find.
-            if self._left < 0 or len(self._names) == len(self._before):
-                sys.settrace(None)
-                return None
-            return frame.f_trace  # this function; naming it here would create a reference cycle
-
-        return trace
-
-    def _look(self) -> None:
-        self._names.update(changed_generators(self._before, shared_state()))
-
-
-class _Snapshot:
-    """The states of the global RNGs at its creation; it compares them with the current ones in microseconds."""
-
-    MT19937 = ctypes.c_char * (625 * 4)  # 624 words and the position
-
-    def __init__(self) -> None:
-        self._torch = torch_state()
-        self._python = random.getstate()
-        # Where NumPy keeps the state of its global generator, as published for other compilers. It lacks the cached
-        # second normal number, but that changes only when words are drawn.
-        generator = np.random.rand.__self__._bit_generator
-        is_known = type(generator) is np.random.MT19937
-        address = generator.ctypes.state_address if is_known else 0
-        self._memory = self.MT19937.from_address(address) if is_known else None
-        self._numpy = self._read_numpy()
-
-    def _read_numpy(self) -> bytes:
-        return b"" if self._memory is None else self._memory.raw
-
-    def holds(self) -> bool:
-        """Return whether the states are unchanged."""
-        is_same = self._numpy == self._read_numpy() and torch.equal(self._torch, torch_state())
-        return is_same and random.getstate() == self._python
 
 
 def generators_in(owner: Any) -> list[Any]:

@@ -25,7 +25,6 @@ __all__ = [
     "gives_sampler",
     "handlers_before_run",
     "hooks_before_transfer",
-    "is_asked_by_loop",
     "is_fitting",
     "keep_handlers",
     "lightning_version",
@@ -71,23 +70,6 @@ def batch_limit(trainer: Any, loader: Any) -> float:
                 if each is loader:
                     return limit
     return math.inf
-
-
-def is_asked_by_loop() -> bool:
-    """Return whether the caller was called by a loop of a Trainer, not by a callback or a step that the loop runs.
-
-    Loops iterate over loaders through Lightning's ``CombinedLoader``, whose frames are then close to the caller's. The
-    state of the loops does not tell: an epoch may have ended early, and a callback may read a batch before the first
-    one.
-    """
-    frame = sys._getframe(1)
-    for _ in range(10):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__", "").endswith(".utilities.combined_loader"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def combined_loader(trainer: Any) -> Any:

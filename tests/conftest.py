@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.data.loading import prefetcher
 from lightning_turbo.doctor import guard
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -92,7 +92,7 @@ def _fresh(tmp_path, monkeypatch):
 @pytest.fixture
 def every_loader_has_a_thread(monkeypatch):
     """Start a thread in every prefetching loader at its third batch, even if loading is fast."""
-    monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(prefetcher, "MIN_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

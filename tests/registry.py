@@ -17,7 +17,8 @@ from tests.versions import KNOWS_WEIGHTS_ONLY
 class Technique:
     """How to use a technique in a run, and whether the results stay bitwise equal.
 
-    If several techniques have a scheduler, an optimizer or a strategy, the first one is used.
+    If several techniques have a scheduler, an optimizer or a strategy, the first one is used. A Trainer takes one
+    ``Prefetch``: that of a DataModule goes before a callback.
     """
 
     name: str
@@ -117,6 +118,8 @@ def run(pl, level, techniques, *, epochs=2, dtype=torch.bfloat16, **kwargs):
     strategy = next((t.strategy(devices) for t in techniques if t.strategy), "auto")
     prefetch = [t.datamodule for t in techniques if t.datamodule is not None]
     callbacks = [c for t in techniques for c in t.callbacks()] + kwargs.pop("callbacks", [])
+    if prefetch:
+        callbacks = [each for each in callbacks if not isinstance(each, lt.Prefetch)]
     plugins = [lt.ApexAMP(level, dtype=dtype), *(p for t in techniques for p in t.plugins())]
     owns_accumulation = any(t.name == "effective_batch_size" for t in techniques)
     model = make_model(pl, scheduler, optimizer)

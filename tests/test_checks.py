@@ -1,21 +1,21 @@
-"""Errors about unknown arguments suggest the intended one."""
+"""Errors about arguments say what was expected, what was given, and the intended name."""
 
 import pytest
 
-from lightning_turbo import Prefetch
+from lightning_turbo._checks import check_choice, check_count, check_switches, suggest
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("workers", "num_workers"), ("num_worker", "num_workers"), ("thread", "threads"), ("num_threads", "threads"),
-        ("prefetch_factor", "prefetch_batches"), ("depth", "prefetch_batches"), ("seed", "sample_seeds"),
-        ("sample_seed", "sample_seeds"), ("pin_memory", "device_prefetch"), ("transform", "device_transform"),
-        ("persistent_worker", "persistent_workers"), ("resume", "exact_resume"),
-    ],
-)  # fmt: skip
-def test_an_unknown_keyword_gets_a_suggestion(given, meant):
-    with pytest.raises(TypeError, match=f"Prefetch has no argument {given}; did you mean {meant}?"):
-        Prefetch(**{given: 1})
-    with pytest.raises(TypeError, match=r"Prefetch has no argument xyz\. It takes prefetch_batches, threads"):
-        Prefetch(xyz=1)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: check_count("depth", 0), ValueError, "depth: expected an integer of 1 or more, got 0"),
+    (lambda: check_count("depth", True), TypeError, "depth: expected an integer of 1 or more, got True"),
+    (lambda: check_switches(lean=1), TypeError, "lean=1: expected True or False"),
+    (lambda: check_choice("level", "O4", ("O0", "O1")), ValueError, "level: expected 'O0' or 'O1', got 'O4'"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_value(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_near_miss_of_a_name_gets_a_suggestion():
+    assert "threads" in suggest("thread", ["threads", "depth"])
+    assert not suggest("xyz", ["threads", "depth"])

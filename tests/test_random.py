@@ -1,129 +1,60 @@
 """Generators: which ones are used, and finding those that a dataset holds without side effects."""
 
-import contextlib
 import gc
 import os
 import random
-import sys
 import threading
-import types
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from lightning_turbo import _random
 from lightning_turbo._random import GeneratorWatch, generators_in, parts_in, set_shared_state, shared_state
-from lightning_turbo.data import PrefetchLoader, seed_samples
+from lightning_turbo.data import PrefetchLoader
 from tests.data.samples import holds_in_a_fork
 
-traced = pytest.mark.skipif(sys.gettrace() is not None, reason="another trace function is set")
 
-
-def watched(function, **settings):
-    with GeneratorWatch(**settings) as watch:
+def watched(function, held=()):
+    with GeneratorWatch(held) as watch:
         function()
-    assert sys.gettrace() is None
-    return watch
+    return watch.found
 
 
-def module_of(source):
-    """Return a module of the user, other than that of the dataset."""
-    module = types.ModuleType("users_helpers")
-    exec(source, vars(module))
-    return module
+def put_back():
+    """Draw from a seed, and put the generator back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return torch.rand(())
 
 
-HELPERS = """
-import contextlib, random, numpy, torch
-
-def numpy_inside(index):
-    state = numpy.random.get_state()
-    numpy.random.seed(index)
-    number = numpy.random.rand()
-    numpy.random.set_state(state)
-    return number
-
-@contextlib.contextmanager
-def python_seed(index):
-    state = random.getstate()
-    random.seed(index)
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-class Forked:
-    def __call__(self, index):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(index)
-            return torch.rand(()).item()
-"""
-HELPER = module_of(HELPERS)
+OWN = [random.Random(1), np.random.RandomState(1), np.random.default_rng(1), torch.Generator()]
+DRAWS = {
+    "nothing": (int, ""),
+    "torch": (lambda: torch.rand(()), "the global RNG of torch"),
+    "the functions of random": (random.random, "the global RNG of random"),
+    "NumPy's functions": (np.random.rand, "the global RNG of numpy.random"),
+    "two of them": (lambda: (torch.rand(()), np.random.rand()), "the global RNG of torch and numpy.random"),
+    "put back": (put_back, ""),
+    "held, of Python": (OWN[0].random, "a random generator that the dataset holds"),
+    "held, of NumPy before 1.17": (OWN[1].rand, "a random generator that the dataset holds"),
+    "held, of NumPy": (OWN[2].random, "a random generator that the dataset holds"),
+    "held, of torch": (lambda: torch.rand((), generator=OWN[3]), "a random generator that the dataset holds"),
+}
 
 
-def by_context(index):
-    with HELPER.python_seed(index):
-        return random.random()
-
-
-def only_some(index):
-    """Only one sample sets a seed in the same lines."""
-    with HELPER.python_seed(index) if index == 30 else contextlib.nullcontext():
-        return abs(index)
-
-
-KINDS = {"module": HELPER.numpy_inside, "context": by_context, "object": HELPER.Forked(), "some": only_some}
-
-
-@traced
-@pytest.mark.parametrize("load", KINDS.values(), ids=KINDS)
-def test_a_seed_that_is_restored_is_detected_wherever_it_is_set(load):
-    assert watched(lambda: list(map(load, range(32)))).found.startswith("draws from the global RNG of ")
-    assert watched(lambda: list(map(load, range(32))), lines=0).found == ""  # the final states are equal
-
-
-@traced
-def test_seeds_of_samples_are_detected_without_python_code_of_the_user():
-    loader = seed_samples(DataLoader([torch.zeros(2)] * 4, 2), 1)
-    assert "torch and random and numpy.random" in watched(lambda: list(loader)).found
+@pytest.mark.parametrize(("function", "drawn"), DRAWS.values(), ids=DRAWS)
+def test_what_is_drawn_from_is_found(function, drawn):
+    found = watched(function, OWN)
+    assert found.startswith(f"draws from {drawn}") if drawn else not found
 
 
 def test_the_second_normal_number_of_numpy_is_a_draw():
     """It is cached with the first one, and nothing else in the state changes."""
     np.random.normal()
-    assert watched(np.random.normal).found.startswith("draws from the global RNG of numpy.random")
-
-
-@traced
-def test_a_line_is_compared_twice_and_the_lines_are_counted(monkeypatch):
-    compared, holds = [], _random._Snapshot.holds
-    monkeypatch.setattr(_random._Snapshot, "holds", lambda self: compared.append(1) or holds(self))
-
-    def work():
-        total = 0
-        for number in range(1000):
-            total += number
-        return total
-
-    assert watched(work).found == ""
-    assert len(compared) <= 2 * 7
-    assert watched(work, lines=500).found.startswith("runs more than 500 lines of Python")
-    assert watched(lambda: None, lines=500).found == ""
-
-
-@traced
-def test_another_trace_function_is_restored():
-    sys.settrace(mine := lambda *event: None)
-    try:
-        with GeneratorWatch() as watch:
-            random.random()
-        assert sys.gettrace() is mine
-    finally:
-        sys.settrace(None)
-    assert watch.found.startswith("draws from the global RNG of random")
+    assert watched(np.random.normal).startswith("draws from the global RNG of numpy.random")
 
 
 # ---- Where generators are searched.
@@ -252,9 +183,9 @@ def test_a_process_forked_while_a_thread_reads_states_has_garbage_collection_and
             release.wait(0.2)
 
     def is_free():
-        free = gc.isenabled() and _random._reading.acquire(timeout=1.0)
+        free = gc.isenabled() and _random.states_lock.acquire(timeout=1.0)
         if free:
-            _random._reading.release()
+            _random.states_lock.release()
         return free
 
     thread = threading.Thread(target=read)

@@ -1,12 +1,11 @@
 """What adapters read from a Trainer; open accumulation windows: integration/test_resume_steps.py."""
 
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
 
-from lightning_turbo._trainer import batch_limit, is_asked_by_loop
+from lightning_turbo._trainer import batch_limit
 
 
 @pytest.mark.parametrize(("function", "status", "loader", "limit"), [
@@ -28,11 +27,3 @@ def test_a_limit_is_that_of_the_loops_that_run(function, status, loader, limit):
         predict_loop=loop(loaders=[]),
     )
     assert batch_limit(trainer, loader) == limit
-
-
-def test_a_thread_of_the_users_is_not_a_loop_of_a_trainer():
-    said = []
-    thread = threading.Thread(target=lambda: said.append(is_asked_by_loop()))
-    thread.start()
-    thread.join()
-    assert said == [False]

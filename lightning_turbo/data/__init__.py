@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_turbo.data.dali import DALILoader, DynamicPipeline
 from lightning_turbo.data.loading.device import DevicePrefetcher, DeviceTransfer
-from lightning_turbo.data.loading.loader import PrefetchLoader
+from lightning_turbo.data.loading.loader import PrefetchLoader, seed_samples
 from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.data.loading.tune_workers import tune_workers
 from lightning_turbo.data.normalize import Normalize
@@ -16,7 +16,7 @@ from lightning_turbo.data.packed.pack_files import pack_folder
 from lightning_turbo.data.packed.packed_dataset import PackedDataset
 from lightning_turbo.data.packed.packing import pack
 from lightning_turbo.data.packed.patches import PatchDataset
-from lightning_turbo.data.sample_seeds import seed_sample, seed_samples
+from lightning_turbo.data.sample_seeds import seed_sample
 
 __all__ = [
     "DALILoader",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import numbers
@@ -16,19 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from lightning_turbo._checks import expect
 from lightning_turbo._random import GENERATORS, is_a, parts_in, same_random_numbers
 
 __all__ = [
-    "CountedEpochs",
-    "EpochBatchSampler",
-    "EpochSampler",
+    "BatchKey",
     "SeededCollate",
     "SeededDataset",
+    "Seeder",
+    "check_seed",
+    "check_seeds",
+    "keyed",
+    "loads_batches",
     "seed_sample",
-    "seed_samples",
     "seeds_of",
 ]
 
@@ -86,103 +87,10 @@ def seed_sample(index: int) -> None:
         _batch.seeder(index)
 
 
-def seed_samples(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a loader like ``loader`` whose random numbers belong to the samples, whichever process loads them.
-
-    Before a sample is loaded, the generators of torch (CPU), Python and NumPy in that process are seeded from ``seed``,
-    the epoch and the index of the sample; before ``collate_fn`` is called, from ``seed``, the epoch and the number of
-    the batch. So is what the dataset and its transforms hold: generators of the three, and objects with a method
-    ``set_random_seed(seed)``, as the transforms of Albumentations 2, or ``set_random_state(seed=)``, as MONAI's.
-    Augmentation is then the same for any ``num_workers`` and start method, and after a restart. In the training process
-    the generators of the process are put back afterwards.
-
-    The epoch is that of the sampler if it has ``set_epoch`` and ``epoch``, as ``DistributedSampler`` has; Lightning
-    sets it. With other samplers each ``iter()`` is one epoch, counted from 0; to start at another, call
-    ``loader.batch_sampler.set_epoch(epoch)``.
-
-    Args:
-        loader: A ``DataLoader`` of any class, over a dataset with ``__getitem__``. It is not changed; its dataset and
-            samplers are shared.
-        seed: An integer from 0 to ``2**32 - 1``.
-
-    Returns:
-        A loader of the same class. Its ``dataset`` is a wrapper that passes attributes and methods of the dataset of
-        ``loader`` through, in worker processes too.
-
-    Raises:
-        TypeError: If ``loader`` is not a ``DataLoader`` or has an ``IterableDataset``, or ``seed`` is not an integer;
-            while it is iterated, if the sampler yields something else than indices, or a ``set_random_state`` takes no
-            ``seed``.
-        ValueError: If ``seed`` is out of range.
-
-    Note:
-        A dataset with ``__getitems__`` loads a batch in one call: its numbers follow from the index of the first
-        sample, and so from the batches too, unless it calls ``seed_sample(index)`` before it draws for a sample, as
-        ``PatchDataset`` does. CUDA's generators are not seeded.
-
-    Example:
-        >>> from torch.utils.data import DataLoader
-        >>> class Noise(torch.utils.data.Dataset):
-        ...     def __len__(self):
-        ...         return 4
-        ...     def __getitem__(self, index):
-        ...         return torch.rand(1)
-        >>> alone, batched = (seed_samples(DataLoader(Noise(), batch_size=size), seed=1) for size in (1, 4))
-        >>> torch.equal(torch.cat(list(alone)), next(iter(batched)))
-        True
-
-    Source: The keys of Grain and of JAX's random numbers; ``set_rnd`` in ``monai.data.utils``.
-    """
-    expect(isinstance(loader, DataLoader), "loader", loader, "a torch.utils.data.DataLoader", TypeError)
-    seeded = copy.copy(loader)
-    vars(seeded)["_iterator"] = None
-    add_seeds(seeded, seed)
-    return seeded
-
-
-def add_seeds(loader: DataLoader[Any], seed: int) -> None:
-    """Do to ``loader`` itself what ``seed_samples`` does to a copy; one that is seeded gets the new seed."""
-    dataset = loader.dataset
-    collate_fn = loader.collate_fn
-    name = index_sampler_name(loader)
-    sampler: Any = getattr(loader, name)
-    if isinstance(dataset, SeededDataset):
-        # The samplers know their epoch already, inside of what a Trainer may have put around them.
-        dataset = dataset._seeded_dataset
-        collate_fn = getattr(collate_fn, "collate_fn", collate_fn)
-    else:
-        sampler = _with_epochs(sampler, batched=name == "batch_sampler")
-    changes = {name: sampler, "dataset": SeededDataset(dataset, seed), "collate_fn": SeededCollate(collate_fn, seed)}
-    # DataLoader lets none of these be set after __init__, so that they fit together; these do.
-    vars(loader).update(changes)
-    for saved in [saved for saved in vars(loader) if saved.startswith("__pl_saved_")]:
-        # Lightning keeps the arguments of loaders made in its hooks and would make this one of them, without seeds.
-        del vars(loader)[saved]
-
-
-def _with_epochs(sampler: Any, batched: bool) -> Any:
-    """Return a sampler like ``sampler`` whose batches know their epoch and number."""
-    # A Trainer makes a batch sampler again, of the same class and arguments, with another sampler.
-    if type(sampler) is BatchSampler:
-        return EpochBatchSampler(sampler.sampler, sampler.batch_size, sampler.drop_last)
-    if type(sampler).__name__ != "_IndexBatchSamplerWrapper":
-        return EpochSampler(sampler, batched=batched)
-    # Lightning's wrapper, which records the indices of the batches in prediction. Lightning finds it by its type, so it
-    # has to stay the outermost object.
-    around = copy.copy(sampler)
-    around._batch_sampler = _with_epochs(sampler._batch_sampler, batched)
-    return around
-
-
-def index_sampler_name(loader: DataLoader[Any]) -> str:
-    """Return which attribute of a loader yields what its dataset is asked for."""
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
-
-
 class BatchKey(list[Any]):
     """The indices of a batch on their way to the process that loads it, with the epoch and the number of the batch.
 
-    The sampler of a seeded loader makes one for each batch. ``SeededDataset`` and ``SeededCollate`` read it.
+    ``keyed`` makes one for each batch. ``SeededDataset`` and ``SeededCollate`` read it.
     """
 
     def __init__(self, indices: Any = (), epoch: int = 0, number: int = 0) -> None:
@@ -191,86 +99,35 @@ class BatchKey(list[Any]):
         self.number = number
 
 
-class CountedEpochs:
-    """The common part of the two samplers below: they count passes, and yield the key of each batch.
-
-    ``add_seeds`` puts one around the sampler of a loader, and it stays there as long as the loader. The epoch of a pass
-    is ``given`` if a Trainer tells it; otherwise that of the sampler inside if it has one; otherwise ``epoch``. Always:
-    it is decided when the first batch of the pass is asked for, and ``epoch`` is the one after it from then on.
-
-    Attributes:
-        sampler: The sampler inside.
-        epoch: The epoch of the next pass, counted by the passes that have begun.
-        given: The epoch of the next pass as a Trainer tells it; ``None`` if there is no Trainer. It holds for one pass.
-        first: The number of the first batch, which is above 0 in the rest of an epoch.
-    """
-
-    sampler: Any
-    epoch = 0
-    given: int | None = None
-    first = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, and that of the sampler inside if it has one."""
-        self.epoch = epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-
-    def begin_pass(self, epoch: int) -> None:
-        """Set the epoch of the next pass alone. Somebody else sets that of the sampler inside."""
-        self.epoch = epoch
-
-    def _keyed(self, batches: Iterator[Any]) -> Iterator[BatchKey]:
-        sampler_epoch = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
-        epoch = self.epoch if sampler_epoch is None else sampler_epoch
-        if self.given is not None:
-            epoch = self.given
-            self.given = None
-        self.epoch = epoch + 1
-        for number, batch in enumerate(batches, self.first):
-            try:
-                key = BatchKey(batch, epoch, number)
-                for item in key:
-                    _first_index(item)
-            except TypeError:
-                what = "integers, because random numbers that belong to samples follow from their index"
-                raise TypeError(f"{type(self.sampler).__name__} yields {batch!r}; expected {what}.") from None
-            yield key
-
-
-class EpochBatchSampler(CountedEpochs, BatchSampler):
-    """A ``BatchSampler`` whose batches know their epoch and number; it takes the same arguments."""
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        return self._keyed(super().__iter__())
-
-
-class EpochSampler(CountedEpochs, Sampler[Any]):
-    """Stands around any other sampler of a loader, so that its batches know their epoch and number.
+def keyed(entries: Iterator[Any], epoch: int, first: int, is_batched: bool) -> Iterator[BatchKey]:
+    """Yield the key of each entry of a sampler.
 
     Args:
-        sampler: The sampler inside.
-        batched: Whether it yields batches. Otherwise each of its indices is a batch of one.
+        entries: The entries.
+        epoch: The number of the epoch.
+        first: The number of the first batch, which is above 0 in the rest of an epoch.
+        is_batched: Whether an entry is a list of indices. Otherwise it is an index, and makes a batch of one.
+
+    Raises:
+        TypeError: If an entry is something else.
     """
-
-    def __init__(self, sampler: Any, batched: bool) -> None:
-        self.sampler = sampler
-        self.batched = batched
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        items = iter(self.sampler)
-        return self._keyed(items if self.batched else ([item] for item in items))
-
-    def __len__(self) -> int:
-        return len(self.sampler)
+    for number, entry in enumerate(entries, first):
+        try:
+            key = BatchKey(entry if is_batched else [entry], epoch, number)
+            for item in key:
+                _first_index(item)
+        except TypeError:
+            what = "integers, because random numbers that belong to samples follow from their index"
+            raise TypeError(f"The sampler yields {entry!r}; expected {what}.") from None
+        yield key
 
 
 class SeededDataset(Dataset[Any]):
     """Stands around a dataset, and seeds the generators before each sample is loaded; see ``seed_samples``.
 
-    ``add_seeds`` puts it in the place of the dataset of a loader, and it stays there as long as the loader. Always: in
-    the training process the global generators are as before once samples are loaded. All other attributes and methods
-    are the dataset's own, to read and to set: a ``worker_init_fn`` and callbacks reach it as they would without seeds.
+    It takes the place of the dataset in torch's iterator, as long as that. Always: in the training process the global
+    generators are as before once samples are loaded. All other attributes and methods are the dataset's own, to read
+    and to set: a ``worker_init_fn`` reaches it as it would without seeds.
 
     Args:
         dataset: The dataset inside.
@@ -278,11 +135,6 @@ class SeededDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise TypeError(
-                f"dataset: expected one with __getitem__, got the IterableDataset {type(dataset).__name__}, whose "
-                "samples have no index. Draw inside the stream from a generator that you seed for each sample."
-            )
         # Other attributes that are set belong to the dataset, see __setattr__.
         vars(self).update(_seeded_dataset=dataset, _seeder=Seeder(dataset, seed))
 
@@ -326,8 +178,7 @@ class SeededDataset(Dataset[Any]):
 class SeededCollate:
     """Stands around a ``collate_fn``, and seeds the generators before each call; see ``seed_samples``.
 
-    ``add_seeds`` puts it in the place of the ``collate_fn`` of a loader. Always: its argument is from a
-    ``SeededDataset``.
+    It takes the place of the ``collate_fn`` in torch's iterator. Always: its argument is from a ``SeededDataset``.
 
     Args:
         collate_fn: The function inside.
@@ -427,8 +278,17 @@ def check_seed(seed: Any, name: str = "seed") -> int:
     return int(seed)
 
 
+def check_seeds(dataset: Any) -> None:
+    """Raise a ``TypeError`` if the samples of a dataset cannot have seeds."""
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"dataset: expected one with __getitem__, got the IterableDataset {type(dataset).__name__}, whose samples "
+            "have no index. Draw inside the stream from a generator that you seed for each sample."
+        )
+
+
 def _check_key(key: Any) -> BatchKey:
-    what = "what the sampler of a seeded loader yields. Call seed_samples on the loader that is iterated"
+    what = "a key of a seeded loader"
     expect(isinstance(key, BatchKey), "index", key, what, TypeError)
     return key
 

@@ -12,10 +12,7 @@ from lightning_turbo.data.loading.loader import DEPTH
 
 __all__ = ["PrefetchDataModule"]
 
-_ACCEPTED = (
-    *("prefetch_batches", "threads", "device_prefetch", "device_transform"),
-    *("auto_workers", "sample_seeds", "exact_resume"),
-)
+_ACCEPTED = (*("prefetch_batches", "threads", "device_prefetch", "device_transform", "sample_seeds", "exact_resume"),)
 
 
 class PrefetchDataModule(LightningDataModule):
@@ -33,7 +30,6 @@ class PrefetchDataModule(LightningDataModule):
         threads: Number of threads that load samples concurrently for each loader, 1 or more.
         device_prefetch: Whether to copy the next batches to a CUDA device ahead of time.
         device_transform: Called on each batch on the device, before ``on_after_batch_transfer``.
-        auto_workers: Whether to measure the best number of worker processes of each loader.
         sample_seeds: A seed that determines all random numbers of a sample.
         exact_resume: Whether to add ``ExactResume`` to the Trainer, so that a resumed run equals one that never
             stopped.
@@ -58,7 +54,6 @@ class PrefetchDataModule(LightningDataModule):
         threads: int = 1,
         device_prefetch: bool = True,
         device_transform: Callable[[Any], Any] | None = None,
-        auto_workers: bool = False,
         sample_seeds: int | None = None,
         exact_resume: bool = True,
         **kwargs: Any,
@@ -69,12 +64,9 @@ class PrefetchDataModule(LightningDataModule):
             threads,
             device_prefetch=device_prefetch,
             device_transform=device_transform,
-            auto_workers=auto_workers,
             sample_seeds=sample_seeds,
             exact_resume=exact_resume,
         )
-        if kwargs.get("num_workers") == "auto":
-            raise ValueError("num_workers: expected an integer, got 'auto'. Pass auto_workers=True instead.")
         alone = getattr(super().__init__, "__func__", None) is LightningDataModule.__init__
         if alone and (args or kwargs):  # ignored or an error, depending on the version
             given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])

@@ -12,7 +12,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._random import GeneratorWatch, generators_in
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.sample_seeds import SeededDataset
 from lightning_turbo.doctor.clock import Listener, Plan
 from lightning_turbo.doctor.facts import Loader, Site
 from lightning_turbo.doctor.source import Sources
@@ -65,7 +64,7 @@ class Draws(Listener):
     """Checks whether loading draws random numbers in this process, which prevents loading in a thread.
 
     It starts with the last step that is not timed and ends with the batch of that step. It examines one batch that is
-    not the first one of the fit, with the same ``GeneratorWatch`` as ``PrefetchLoader``.
+    not the first one of the fit.
 
     Args:
         plan: The plan; timed steps are left alone.
@@ -83,7 +82,7 @@ class Draws(Listener):
         loader = self._trainer.train_dataloader
         if step != self.step or step < 1 or not isinstance(loader, DataLoader) or loader.num_workers:
             return
-        if isinstance(loader.dataset, SeededDataset):
+        if getattr(loader, "sample_seeds", None) is not None:
             self.drew = "draws from generators that sample_seeds seeds"
         else:
             self._watch = GeneratorWatch(generators_in(loader.dataset))
@@ -107,8 +106,8 @@ class Draws(Listener):
 
 def _innermost(dataset: Any) -> Any:
     """Return the dataset inside subsets and seeded datasets."""
-    while isinstance(dataset, (Subset, SeededDataset)):
-        dataset = dataset._seeded_dataset if isinstance(dataset, SeededDataset) else dataset.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
     return dataset
 
 
@@ -129,7 +128,7 @@ def _copied_generators(loader: DataLoader[Any]) -> tuple[str, ...]:
     A ``worker_init_fn`` may seed them, and with sample seeds the samples do.
     """
     dataset: Any = loader.dataset
-    if loader.num_workers < 2 or loader.worker_init_fn is not None or isinstance(dataset, SeededDataset):
+    if loader.num_workers < 2 or loader.worker_init_fn is not None or getattr(loader, "sample_seeds", None) is not None:
         return ()
     dataset = _innermost(dataset)
     owners = {f"dataset.{name}": getattr(dataset, name, None) for name in TRANSFORMS}

@@ -6,11 +6,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
-from lightning_turbo.callbacks.resume import loaders, random_states, resharded, schedulers
-from lightning_turbo.data.loading.epoch_state import EpochState, StreamPlace
+from lightning_turbo._random import generator_state
+from lightning_turbo.callbacks import exact_resume
 from tests.data.samples import Rows
 from tests.integration.recording import Save
 from tests.trainers import quiet_trainer
@@ -20,6 +20,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:sample_seeds seeds:lightning_turbo.errors.NoEffectWarning"),
 ]
+
+
+NO_VALIDATION = {"epoch_loop.val_loop.batch_progress": {"is_last_batch": False, "current": {"ready": 0}}}
 
 
 def noisy(index):
@@ -141,78 +144,53 @@ def test_a_loader_without_state_dict_is_not_stateful(tmp_path):
 # The parts of ExactResume
 
 
-def drawing(number):
-    """Return a loader with a given number of generators: one of its own, and those of its sampler."""
-    generators = [torch.Generator().manual_seed(each) for each in range(number)]
-    data = Rows(8, noisy)
-    sampler = RandomSampler(data, generator=generators[1]) if number == 2 else None
-    return PrefetchLoader(data, 4, sampler=sampler, shuffle=sampler is None, generator=generators[0])
-
-
 def order(loader):
     return [batch[:, 0].tolist() for batch in loader]
-
-
-@pytest.mark.parametrize(("saved", "now"), [(1, 1), (2, 2), (1, 2), (2, 1)])
-def test_a_reloaded_loader_continues_the_generators_if_their_number_is_the_same(saved, now):
-    before, fresh = drawing(saved), order(drawing(now))
-    whole = [order(before) for _ in range(2)]
-    after = DataLoader(Rows(8, noisy), 4), drawing(now)
-    loaders._set_generators_of_new_loaders(SimpleNamespace(flattened=after), [state_after(saved)])
-    assert order(after[1]) == (whole[1] if saved == now else fresh)
-
-
-def state_after(number):
-    """Return the state of such a loader after its first epoch."""
-    loader = drawing(number)
-    order(loader)
-    return loader.state_dict()
 
 
 @pytest.mark.parametrize("held", [1, 0, 2])
 def test_a_loader_without_a_position_gets_the_states_of_its_generators(held):
     loader = DataLoader(Rows(8, noisy), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
-    (states,) = loaders.states_of_generators(SimpleNamespace(flattened=[loader]))
+    states = [generator_state(each) for each in exact_resume._generators_of(loader)]
     before = order(loader)
-    loaders._set_generators(SimpleNamespace(flattened=[loader]), [(states * 2)[:held]])
+    own = {
+        **exact_resume._state_without_callback({"state_dict": {}, **NO_VALIDATION}),
+        "generators": [(states * 2)[:held]],
+    }
+    restored = exact_resume._Restored(own, exact_resume.Place(over=True, begins=False, in_step=False, used=2), 1)
+    restored._set_generators(SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader])))
     assert (order(loader) == before) is (held == 1)
 
 
-def test_an_error_in_train_dataloader_reaches_the_user():
-    class Loop:
-        _combined_loader = None
-
-        def setup_data(self):
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_an_error_in_train_dataloader_reaches_the_user(tmp_path):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
             raise ValueError("no such folder")
 
-        def _load_combined_loader_states(self):
-            raise AssertionError("there are no loaders")
-
-    loop = Loop()
-    replaced = loaders.set_aside(loop)
+    fit(ExactResume(), Save(tmp_path / "at.ckpt", 2, "on_train_epoch_end"))
+    trainer = quiet_trainer(callbacks=[ExactResume()], max_epochs=3)
     with pytest.raises(ValueError, match="no such folder"):
-        loop.setup_data()
-    for each in replaced:
-        each.put_back()
-    assert vars(loop) == {}
+        trainer.fit(Net(), datamodule=Data(), ckpt_path=tmp_path / "at.ckpt", **unpickling(False))
+    loop = trainer.fit_loop
+    assert not {"setup_data", "_load_combined_loader_states"} & vars(loop).keys()
 
 
-def test_after_an_error_on_another_rank_the_last_monitored_value_is_saved(monkeypatch):
-    """Computing the current value would wait for the other ranks."""
+def test_after_an_error_on_another_rank_the_last_metrics_are_saved(monkeypatch):
+    """Computing the current values would wait for the other ranks."""
 
     class Alone:
-        lr_scheduler_configs = (SimpleNamespace(reduce_on_plateau=True, monitor="loss"),)
-        _logger_connector = SimpleNamespace(_callback_metrics={"loss": torch.tensor(2.0), "other": torch.tensor(1.0)})
+        _logger_connector = SimpleNamespace(_callback_metrics={"loss": torch.tensor(2.0), "name": "text"})
 
         @property
         def callback_metrics(self):
             raise AssertionError("waits for ever")
 
-    monkeypatch.setattr(schedulers, "rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(exact_resume, "rank_and_size", lambda: (0, 2))
     try:
         raise KeyError("of this rank")
     except KeyError:
-        assert schedulers.monitored(Alone()) == {"loss": torch.tensor(2.0)}
+        assert exact_resume._metrics(Alone()) == {"loss": torch.tensor(2.0)}
 
 
 @pytest.mark.parametrize(("state", "calls"), [
@@ -224,19 +202,98 @@ def test_the_generator_of_a_device_gets_its_saved_state_or_that_of_a_new_rank(st
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: called.append(("seed", seed)))
     numbers = torch.get_rng_state()
     torch.rand(1)
-    random_states.set_random_states(torch.device("cuda", 0), {"torch": numbers, **state})
+    on_device = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
+    exact_resume._set_random_states(on_device, {"torch": numbers, **state})
     assert called == calls
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
-@pytest.mark.parametrize(("state", "used"), [
-    (EpochState(consumed=3), (12, 6)),  # the order is unknown, so batches are counted
-    (EpochState(consumed=3, stream=StreamPlace("Rows", 4, 1, 8, 2)), (12, 12)),  # two of 4 before, one after the change
-    (EpochState(consumed=0), None), (EpochState(consumed=3, over=True), None),
-])  # fmt: skip
-def test_the_number_of_samples_used_by_ranks_without_a_known_order(state, used):
-    restored = SimpleNamespace(ranks=2)
-    assert resharded._count_samples(state, restored, was=4, now=2) == used
+class Monitored(Net):
+    """Logs a value of its validation, by which a scheduler lowers the rate of each epoch that is no better."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def training_step(self, batch, index):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.log("val", float(self.current_epoch), batch_size=len(batch))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.08)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("batches", [3, 4])
+def test_a_plateau_is_updated_after_a_resume(batches, hook, tmp_path):
+    """In the middle of an epoch and at its end, between its value and its update."""
+
+    def go(*callbacks, ckpt=None):
+        net = Monitored()
+        loaders = [PrefetchLoader(Rows(8, noisy), 4) for _ in range(2)]
+        trainer = quiet_trainer(callbacks=[ExactResume(), *callbacks], max_epochs=5, num_sanity_val_steps=0)
+        trainer.fit(net, *loaders, ckpt_path=ckpt, **unpickling(False if ckpt else None))
+        return net.rates, trainer.lr_scheduler_configs[0].scheduler.state_dict()
+
+    path = tmp_path / "at.ckpt"
+    whole, end = go(Save(path, batches, hook))
+    assert whole[-1] < whole[0]
+    if path.exists():  # the last two hooks are those of an epoch's end
+        assert go(ckpt=path) == (whole[batches:], end)
+    else:
+        assert batches == 3
+        assert hook != "on_train_batch_end"
+
+
+@pytest.mark.parametrize("callback", [ExactResume, Prefetch])
+def test_metrics_of_before_a_resume_can_be_asked_for(callback, tmp_path):
+    """As ModelCheckpoint(monitor=..., every_n_train_steps=...) does between validations."""
+
+    class Asks(pl.Callback):
+        def __init__(self):
+            self.found = []
+
+        def on_train_batch_end(self, trainer, *_):
+            self.found.append(trainer.callback_metrics.get("val"))
+
+    def go(*callbacks, ckpt=None):
+        asks = Asks()
+        trainer = quiet_trainer(callbacks=[callback(), asks, *callbacks], max_epochs=3, num_sanity_val_steps=0)
+        loaders = [PrefetchLoader(Rows(8, noisy), 2) for _ in range(2)]
+        trainer.fit(Monitored(), *loaders, ckpt_path=ckpt, **unpickling(False if ckpt else None))
+        return asks.found
+
+    path = tmp_path / "at.ckpt"
+    whole = go(Save(path, 6))
+    assert whole[5] is not None
+    assert go(ckpt=path) == whole[6:]
+
+
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"])
+@pytest.mark.parametrize("batches", [2, 4, 6])
+def test_a_save_within_a_validation_by_the_loader_of_the_training_resumes_equal(batches, hook, tmp_path):
+    def go(*callbacks, ckpt=None):
+        pl.seed_everything(0 if ckpt is None else 1, verbose=False)
+        net, loader = Net(), PrefetchLoader(Rows(8, noisy), 2, shuffle=True)
+        trainer = quiet_trainer(
+            callbacks=[Prefetch(), *callbacks], max_epochs=3, num_sanity_val_steps=0, val_check_interval=2
+        )
+        trainer.fit(net, loader, loader, ckpt_path=ckpt, **unpickling(False if ckpt else None))
+        return net.trained, net.validated, net.net.weight.tolist()
+
+    path = tmp_path / "at.ckpt"
+    trained, validated, weight = go(Save(path, batches, hook))
+    rest, again, end = go(ckpt=path)
+    assert rest == trained[batches:]
+    assert end == weight
+    assert again == validated[len(validated) - len(again) :]
+    assert again
 
 
 def train_loaders(kind):

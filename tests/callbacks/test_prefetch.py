@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_turbo import DALILoader, Prefetch, PrefetchLoader
+from lightning_turbo import DALILoader, Prefetch, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.data import DeviceTransfer
 from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import seeded
@@ -121,7 +121,6 @@ def test_an_epoch_that_ended_early_is_followed_by_a_complete_one():
     plain = fit(LOADERS["shuffled"](), model=Skips, max_epochs=3)
     ours = fit(LOADERS["shuffled"](), Prefetch(), model=Skips, max_epochs=3)
     assert ours.seen == plain.seen
-    assert ours.trainer.train_dataloader._live is None or ours.trainer.train_dataloader._position.consumed >= 3
 
 
 # Settings
@@ -132,43 +131,41 @@ def made(datamodule, *callbacks):
     return fit(datamodule, *callbacks, limit_val_batches=0, max_epochs=1).trainer.train_dataloader
 
 
-def test_the_prefetch_callback_keeps_the_settings_of_a_datamodule():
-    def given(**settings):
-        return gives(DataLoader(Numbers(), 4), **settings)
+BOTH = {
+    "two callbacks": lambda: (DataLoader(Numbers(), 4), Prefetch(), Prefetch(threads=2)),
+    "a callback and a DataModule": lambda: (gives(DataLoader(Numbers(), 4), threads=2), Prefetch()),
+}
 
-    for beside in ([], [Prefetch()], [Prefetch(exact_resume=True)], [Prefetch(), Prefetch(threads=2)]):
-        loader = made(given(threads=2, prefetch_batches=3), *beside)
+
+@pytest.mark.parametrize("make", BOTH.values(), ids=BOTH)
+def test_two_prefetch_in_one_trainer_are_an_error(make):
+    with pytest.raises(
+        MisconfigurationException, match="Prefetch: expected one for all loaders of a Trainer, got several"
+    ):
+        fit(*make())
+
+
+def test_prefetch_of_a_callback_and_of_a_datamodule_have_the_same_settings():
+    for loader in (
+        made(gives(DataLoader(Numbers(), 4), threads=2, prefetch_batches=3)),
+        made(gives(DataLoader(Numbers(), 4), LightningDataModule), Prefetch(threads=2, prefetch_batches=3)),
+    ):
         assert (loader.threads, loader.prefetch_batches) == (2, 3)
-    loader = made(given(prefetch_batches=3), Prefetch(num_workers=1, threads=2))
-    assert (loader.threads, loader.prefetch_batches, loader.num_workers) == (2, 3, 1)
-    loader = made(given(), Prefetch(threads=2))
-    assert loader.threads == 2
-    with pytest.raises(MisconfigurationException, match=r"threads: expected one value .*, got 2 and 3 from"):
-        made(given(threads=2), Prefetch(threads=3))
 
 
 @pytest.mark.filterwarnings("ignore:sample_seeds seeds")
-def test_the_prefetch_callback_keeps_the_seed_of_a_datamodule():
+def test_prefetch_of_a_callback_and_of_a_datamodule_seed_samples_alike():
     class Drawing(Numbers):
         def __getitem__(self, index):
             return torch.rand(4), index
 
-    def losses(*callbacks, **settings):
-        return fit(gives(DataLoader(Drawing(), 4), **settings), *callbacks, limit_val_batches=0).losses
+    def losses(base, *callbacks, **settings):
+        data = gives(DataLoader(Drawing(), 4), base, **settings)
+        return fit(data, *callbacks, limit_val_batches=0).losses
 
-    assert losses(Prefetch(), sample_seeds=1) == losses(sample_seeds=1) == losses(Prefetch(sample_seeds=1))
-
-
-def test_persistent_workers_without_workers_warn():
-    datamodule = gives(DataLoader(Numbers(), 4), LightningDataModule)
-    with pytest.warns(NoEffectWarning, match=r"persistent_workers=True has no effect on a loader of train_dataloader"):
-        made(datamodule, Prefetch(persistent_workers=True))
-    with pytest.warns(NoEffectWarning, match="num_workers=1 or more"):
-        made(gives(PrefetchLoader(Numbers(), 4), LightningDataModule), Prefetch(persistent_workers=True))
-    loader = made(
-        gives(DataLoader(Numbers(), 4, num_workers=1), LightningDataModule), Prefetch(persistent_workers=True)
-    )
-    assert loader.persistent_workers
+    ours = losses(PrefetchDataModule, sample_seeds=1)
+    assert ours == losses(LightningDataModule, Prefetch(sample_seeds=1))
+    assert ours != losses(LightningDataModule, Prefetch(sample_seeds=2))
 
 
 def test_a_loader_may_be_deleted_before_the_run_ends():
@@ -181,7 +178,7 @@ def test_a_loader_may_be_deleted_before_the_run_ends():
         assert loader.transfer is transfer
     del loader, first
     gc.collect()
-    callback._put_back()
+    callback._end()
     assert second.transfer is None
 
 

@@ -123,29 +123,52 @@ def fit(net, folder, kind="in order", ckpt=None, broken=None, callbacks=(), seed
     return trainer
 
 
-HOW = {
+# With Prefetch the random numbers of a validation that broke off are drawn again; the others make it again as a whole.
+EXACT = {
+    "prefetch": lambda: {"callbacks": (Prefetch(),)},
+    "turbo and prefetch": lambda: {"strategy": "turbo", "callbacks": (Prefetch(),)},
+    "steps": lambda: {"strategy": "turbo", "callbacks": (Prefetch(),), "max_steps": 12},
+}
+WHOLE = {
     "turbo": lambda: {"strategy": "turbo"},
     "callback": lambda: {"callbacks": (ExactResume(),)},
-    "prefetch": lambda: {"callbacks": (Prefetch(),)},
-    "steps": lambda: {"strategy": "turbo", "max_steps": 12},
 }
 
 
-def check(kind, folder, how, *fails, by=Stop, **settings):
+def break_off(kind, folder, how, *fails, by=Stop, **settings):
+    """Return the nets of a run, of one that breaks off, and of its rest, which have made the same number of steps."""
     whole, first, rest = Net(), Net(*fails, how=by), Net()
     broken = fails[1] if fails[0] == "dataset" else None
-    end = fit(whole, folder / "whole", kind, **HOW[how](), **settings)
+    end = fit(whole, folder / "whole", kind, **how(), **settings)
     with pytest.raises((Stop, SystemExit)):
-        fit(first, folder, kind, broken=broken, **HOW[how](), **settings)
-    trainer = fit(rest, folder / "rest", kind, folder / "stopped.ckpt", seed=1, **HOW[how](), **settings)
+        fit(first, folder, kind, broken=broken, **how(), **settings)
+    trainer = fit(rest, folder / "rest", kind, folder / "stopped.ckpt", seed=1, **how(), **settings)
+    assert trainer.global_step == end.global_step
+    steps = [each.fit_loop.epoch_loop._batches_that_stepped for each in (end, trainer)]
+    assert steps[0] == steps[1]
+    assert rest.validated
+    return whole, first, rest
+
+
+def check(kind, folder, how, *fails, **settings):
+    """Check that the rest of a run that broke off equals that of one that did not."""
+    whole, first, rest = break_off(kind, folder, EXACT[how], *fails, **settings)
     assert first.trained + rest.trained == whole.trained
     done = len(first.metrics)
     assert rest.metrics == whole.metrics[done:]
     assert first.metrics == whole.metrics[:done]
     assert rest.validated == whole.validated[len(whole.validated) - len(rest.validated) :]
-    assert trainer.global_step == end.global_step
-    steps = [each.fit_loop.epoch_loop._batches_that_stepped for each in (end, trainer)]
-    assert steps[0] == steps[1]
+
+
+def check_made_whole(kind, folder, how, *fails, **settings):
+    """Check that the rest of a run that broke off has the batches of one that did not, with other random numbers."""
+    whole, first, rest = break_off(kind, folder, WHOLE[how], *fails, **settings)
+    trained = [each[:2] for each in whole.trained]
+    assert [each[:2] for each in first.trained + rest.trained] == trained
+    assert [step for step, _ in rest.metrics] == [step for step, _ in whole.metrics[len(first.metrics) :]]
+    validated = [each[:3] for each in whole.validated]
+    assert [each[:3] for each in rest.validated] == validated[len(validated) - len(rest.validated) :]
+    assert len(rest.validated) >= len(whole.validated) // len(whole.metrics) * len(rest.metrics)
 
 
 PLACES = [
@@ -154,23 +177,37 @@ PLACES = [
 ]  # fmt: skip
 
 
-@matrix(("how", "fails"), list(HOW), PLACES)
+# The generator of a dataset is not put back within a validation, which has loaded from it.
+REPEATED = [kind for kind in VALIDATION if kind != "whose dataset draws"]
+
+
+@matrix(("how", "fails"), list(EXACT), PLACES)
 def test_a_validation_at_the_end_of_an_epoch_is_repeated_after_an_error(how, fails, tmp_path):
     check("shuffled", tmp_path, how, *fails)
 
 
-@matrix(("kind", "fails"), list(VALIDATION), [PLACES[1], PLACES[2], PLACES[5]])
+@matrix(("kind", "fails"), REPEATED, [PLACES[1], PLACES[2], PLACES[5]])
 def test_a_validation_in_the_middle_of_an_epoch_is_repeated_after_an_error(kind, fails, tmp_path):
-    check(kind, tmp_path, "turbo", *fails, val_check_interval=2)
+    check(kind, tmp_path, "turbo and prefetch", *fails, val_check_interval=2)
 
 
-@pytest.mark.parametrize("kind", VALIDATION)
+@matrix(("how", "fails", "interval"), list(WHOLE), PLACES, [1.0, 2])
+def test_without_prefetch_a_validation_is_made_again_as_a_whole(how, fails, interval, tmp_path):
+    check_made_whole("shuffled", tmp_path, how, *fails, val_check_interval=interval)
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_a_validation_whose_dataset_draws_is_made_again_as_a_whole(how, tmp_path):
+    check_made_whole("whose dataset draws", tmp_path, how, "validation_step", 1, 1)
+
+
+@pytest.mark.parametrize("kind", REPEATED)
 def test_a_validation_on_part_of_the_data_is_repeated(kind, tmp_path):
     check(kind, tmp_path, "prefetch", "validation_step", 1, 1, limit_val_batches=2, check_val_every_n_epoch=1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}], ids=["epoch", "middle"])
-@pytest.mark.parametrize("how", ["turbo", "prefetch"])
+@pytest.mark.parametrize("how", ["turbo and prefetch", "prefetch"])
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_validation_is_repeated_after_a_signal(how, settings, at, tmp_path):
     """Lightning raises an exception after the batch in which the signal came."""
@@ -200,7 +237,7 @@ def test_a_validation_that_was_due_runs_after_a_resume(due, kind, how, tmp_path)
     settings = {"val_check_interval": interval, "max_epochs": 3}
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=step, save_top_k=-1)
     whole, rest = Net(), Net()
-    how = HOW[how]()
+    how = {**EXACT, **WHOLE}[how]()
     callbacks = how.pop("callbacks", ())
     fit(whole, tmp_path / "whole", kind, callbacks=(*callbacks, save), enable_checkpointing=True, **how, **settings)
     ckpt = tmp_path / f"step={step}.ckpt"
@@ -209,13 +246,18 @@ def test_a_validation_that_was_due_runs_after_a_resume(due, kind, how, tmp_path)
     assert rest.trained == whole.trained[step:]
 
 
-@matrix(
-    ("kind", "hook"),
-    list(VALIDATION),
-    ["on_train_epoch_end", "on_validation_start", "on_validation_end", "on_train_batch_end"],
-)
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_validation_at_whose_start_a_checkpoint_is_saved_is_made_with_its_generators(kind, tmp_path):
+    check_next(kind, "on_validation_start", tmp_path)
+
+
+@matrix(("kind", "hook"), list(VALIDATION), ["on_train_epoch_end", "on_validation_end", "on_train_batch_end"])
 def test_the_next_validation_continues_the_generators_of_its_loaders(kind, hook, tmp_path):
     """Their generators, and those of their datasets, have the states of an uninterrupted run."""
+    check_next(kind, hook, tmp_path)
+
+
+def check_next(kind, hook, tmp_path):
     whole, rest = Net(), Net()
     settings = {"strategy": "turbo", "val_check_interval": 2}
     batches = 5 if hook == "on_train_batch_end" else 4

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import threading
 import time
 
 import pytest
@@ -10,13 +9,9 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
-from tests.data.samples import Lazy, Rows, saved, seeded, take, values
+from tests.data.samples import Rows, saved, seeded, take, values
 
 pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
-
-
-def lazily():
-    return {"sampler": RandomSampler(range(20), True, 200, seeded(3))}
 
 
 def shuffled():
@@ -42,22 +37,20 @@ def some(loader, batches, pause=0.0, kept=None):
     return seen + take(iterator, batches - 2)
 
 
-SAMPLERS = [shuffled, lazily]
 CASES = [
-    (make, settings, how)
-    for make in SAMPLERS
+    (settings, how)
     for settings in ({}, {"threads": 3})
     for how in ("dropped", "kept", "closed", "in the middle of a batch")
 ]
-CASES += [(lazily, {"num_workers": 1}, "closed"), (shuffled, {"num_workers": 1}, "kept"), (shuffled, {}, "on a device")]
+CASES += [({"num_workers": 1}, "closed"), ({"num_workers": 1}, "kept"), ({}, "on a device")]
 
 
-@pytest.mark.parametrize(("make", "settings", "how"), CASES)
-def test_the_next_epoch_has_the_order_of_a_plain_loader(make, settings, how):
+@pytest.mark.parametrize(("settings", "how"), CASES)
+def test_the_next_epoch_has_the_order_of_a_plain_loader(settings, how):
     """RandomSampler draws once more at its end, which a Trainer does not ask for after the last of 7 batches."""
     pause = 0.01 if how == "in the middle of a batch" else 0.0
-    plain = DataLoader(Rows(), batch_size=3, **make(), num_workers=settings.get("num_workers", 0))
-    ours = PrefetchLoader(waiting(pause), batch_size=3, **make(), **settings)
+    plain = DataLoader(Rows(), batch_size=3, **shuffled(), num_workers=settings.get("num_workers", 0))
+    ours = PrefetchLoader(waiting(pause), batch_size=3, **shuffled(), **settings)
     if how == "on a device":
         ours = DevicePrefetcher(ours, "cpu", transform=abs)
     kept = [] if how == "kept" else None
@@ -92,15 +85,14 @@ def past_errors(loader, batches, pause=0.0):
     "where",
     ["dataset", "threads", pytest.param("workers", marks=pytest.mark.slow), "transform", "threads and transform"],
 )
-@pytest.mark.parametrize("make", SAMPLERS)
-def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loader(make, where):
+def test_the_next_epoch_after_batches_that_raised_has_the_order_of_a_plain_loader(where):
     workers = {"num_workers": int(where == "workers")}
     own = {"threads": 3 if "threads" in where else 1}
     if "transform" in where:
         own["transfer"] = DeviceTransfer("cpu", transform=refuse)
-    plain = DataLoader(Rows(20, refuse), batch_size=3, **make(), **workers)
+    plain = DataLoader(Rows(20, refuse), batch_size=3, **shuffled(), **workers)
     ours = PrefetchLoader(
-        Rows() if "transform" in where else Rows(20, refuse), batch_size=3, **make(), **workers, **own
+        Rows() if "transform" in where else Rows(20, refuse), batch_size=3, **shuffled(), **workers, **own
     )
     for batches in (4, 2) if where == "workers" else (5, 1, 7):
         assert past_errors(ours, batches, 0.01) == past_errors(plain, batches)
@@ -122,31 +114,6 @@ def test_a_generator_that_is_seeded_in_between_is_left_alone():
         return seen
 
     assert orders(PrefetchLoader, 0.05) == orders(DataLoader, 0)
-
-
-@pytest.mark.parametrize("how", ["dropped", "closed", "state"])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_an_index_that_is_drawn_while_the_epoch_is_broken_off_goes_back(threads, how):
-    drawing, go_on = threading.Event(), threading.Event()
-
-    def hook():
-        if threading.get_ident() != threading.main_thread().ident:
-            drawing.set()
-            go_on.wait(10)
-
-    plain = DataLoader(Rows(), batch_size=1, sampler=Lazy())
-    ours = PrefetchLoader(Rows(), batch_size=1, threads=threads, sampler=Lazy(hook=hook))
-    kept = []
-    assert some(ours, 2, 0, kept) == some(plain, 2)
-    before = ours.state_dict()["generators"]
-    assert drawing.wait(10)
-    if how == "state":
-        assert torch.equal(ours.state_dict()["generators"][0], before[0])
-    threading.Timer(0.2, go_on.set).start()
-    if how == "closed":
-        ours.close()
-    kept.clear()
-    assert values(ours) == values(plain)
 
 
 def test_persistent_workers_have_their_seed_already():

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import random
-import sys
 import threading
 import time
 import weakref
@@ -19,6 +18,13 @@ from tests.data.samples import Rows, seeded, take, values
 from tests.leftovers import prefetch_threads
 
 pytestmark = pytest.mark.usefixtures("every_loader_has_a_thread")
+
+
+@contextlib.contextmanager
+def seeded_all():
+    with torch.random.fork_rng(devices=[]), numpy_seed(0), python_seed(0):
+        torch.manual_seed(0)
+        yield
 
 
 @contextlib.contextmanager
@@ -65,12 +71,37 @@ TEMPORARY = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
+def in_steps(loader, draw):
+    """The batches of two epochs, each beside what a step draws from a generator and whether a thread loads."""
+    return [(batch.tolist(), draw(), bool(prefetch_threads())) for _ in range(2) for batch in loader]
+
+
+def torch_number():
+    return torch.rand(1).item()
+
+
+# What a step draws from the generator that is set for the sample, by the name of the sample's case.
+OF_THE_STEP = {"numpy": np.random.rand, "random": random.random, "torch": torch_number, "inline": np.random.rand}
+
+
+@pytest.mark.parametrize("kind", TEMPORARY)
+def test_a_generator_that_is_set_for_a_sample_and_put_back_harms_no_step_that_draws_from_it(kind):
+    data, draw = Rows(12, TEMPORARY[kind]), OF_THE_STEP[kind]
+    with seeded_all():
+        plain = in_steps(DataLoader(data, 2), draw)
+    with seeded_all(), pytest.warns(NoEffectWarning, match="what is done with a batch draws random numbers"):
+        assert in_steps(PrefetchLoader(data, 2), draw) == plain
+
+
 @pytest.mark.parametrize("load", TEMPORARY.values(), ids=TEMPORARY)
-def test_a_generator_that_is_set_for_a_sample_and_put_back_is_found(load):
-    with pytest.warns(NoEffectWarning, match="draws from the global RNG"):
-        got = values(PrefetchLoader(Rows(12, load), 2))
-    assert got == values(DataLoader(Rows(12, load), 2))
+def test_a_generator_that_is_set_for_a_sample_and_put_back_has_its_numbers_in_a_thread(load):
+    loader = PrefetchLoader(Rows(12, load), 2, prefetch_batches=1)
+    seen, threads = [], []
+    for batch in loader:
+        seen.append(batch.tolist())
+        threads.append(bool(prefetch_threads()))
+    assert seen == values(DataLoader(Rows(12, load), 2))
+    assert threads[2]
 
 
 class Noisy(Rows):
@@ -88,7 +119,7 @@ def test_a_generator_of_the_dataset_in_epochs_that_are_broken_off(make):
         loader = cls(Noisy(make(0)), batch_size=2)
         return [take(loader, 3) for _ in range(3)]
 
-    with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+    with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
         ours = run(PrefetchLoader)
     assert ours == run(DataLoader)
 
@@ -116,7 +147,7 @@ def packed(folder):
     return PackedDataset(folder)
 
 
-# Datasets without a line of the user's: what is done to the generators while they load shows in no traced line.
+# Datasets without a line of the user's.
 WITHOUT_CODE = {
     "tensors": lambda: TensorDataset(torch.arange(12.0), torch.ones(12, 2)),
     "subset": lambda: Subset(TensorDataset(torch.arange(24.0)), range(6, 18)),
@@ -133,49 +164,64 @@ WITHOUT_CODE = {
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_dataset_without_a_line_of_the_users_gives_a_plain_loaders_batches(make, threads):
     data = make()
-    ours, seen = PrefetchLoader(data, 2, threads=threads), []
+    ours, seen = PrefetchLoader(data, 2, threads=threads, prefetch_batches=1), []
     plain = list(DataLoader(data, 2))
     for batch in ours:
         seen.append(batch)
-        if len(seen) == 2:
+        if len(seen) == 3:  # it has to wait for room
             assert prefetch_threads()
     assert len(seen) == len(plain) == 6
     for one, other in zip(seen, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+def draw_for_sample(_):
+    return torch.rand(2)
+
+
+SEEDED = {**WITHOUT_CODE, "drawing": lambda: Rows(12, draw_for_sample)}
+
+
 def seeded_batches(data, how, settings):
     """The ways in which a loader over a dataset gets sample seeds."""
     if how == "argument":
         return PrefetchLoader(data, 2, sample_seeds=1, **settings)
-    loader = seed_samples(DataLoader(data, 2, **settings), 1)
-    if how == "function":
-        return PrefetchLoader.of(loader)
-    return PrefetchIterator(batch for batch in loader) if how == "generator" else PrefetchIterator(iter(loader))
+    return PrefetchLoader.of(seed_samples(DataLoader(data, 2, **settings), 1))
 
 
-@pytest.mark.skipif(sys.gettrace() is not None, reason="somebody traces")
-@pytest.mark.parametrize("make", WITHOUT_CODE.values(), ids=WITHOUT_CODE)
-@pytest.mark.parametrize("how", ["argument", "function", "iterator", "generator"])
+@pytest.mark.parametrize("make", SEEDED.values(), ids=SEEDED)
+@pytest.mark.parametrize("how", ["argument", "function"])
 def test_seeds_for_samples_are_set_in_no_thread_beside_the_step(make, how):
-    """A step that draws finds the generators as it left them, and the warning names what to do."""
-    data = make()
-    plain = list(seed_samples(DataLoader(data, 2), 1))
-    cause = "^sample_seeds seeds" if how in ("argument", "function") else "draws from the global RNG"
-    with pytest.warns(NoEffectWarning, match=f"{cause}.*num_workers=1") as caught:
-        seen = [(batch, prefetch_threads()) for batch in seeded_batches(data, how, {})]
-    assert len(caught) == 1
-    for (batch, threads), other in zip(seen, plain, strict=True):
-        torch.testing.assert_close(batch, other, rtol=0, atol=0)
-        assert not threads
+    """The step draws once a thread could have been started, and finds the generators as it left them."""
+    data, plain, seen = make(), [], []
+    with seeded_all():
+        for batch in seed_samples(DataLoader(data, 2), 1):
+            plain.append((batch, torch_number() if len(plain) > 2 else None))
+    with seeded_all():
+        for batch in seeded_batches(data, how, {}):
+            assert not prefetch_threads()
+            seen.append((batch, torch_number() if len(seen) > 2 else None))
+    assert_same(seen, plain)
+
+
+@pytest.mark.parametrize("wrap", [iter, lambda loader: (batch for batch in loader)], ids=["iterator", "generator"])
+def test_seeds_for_samples_of_an_iterator_harm_no_step_that_draws(wrap):
+    plain, ours = (seed_samples(DataLoader(SEEDED["drawing"](), 2), 1) for _ in range(2))
+    with seeded_all():
+        expected = [(batch, torch_number()) for batch in plain]
+    with seeded_all(), pytest.warns(NoEffectWarning, match="what is done with a batch draws random numbers"):
+        seen = [(batch, torch_number()) for batch in PrefetchIterator(wrap(ours))]
+    assert_same(seen, expected)
+
+
+def assert_same(seen, expected):
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", ["argument", "function"])
 def test_worker_processes_load_seeded_samples_ahead_without_a_word(how):
-    data = WITHOUT_CODE["tensors"]()
-    plain = list(seed_samples(DataLoader(data, 2), 1))
-    for one, other in zip(seeded_batches(data, how, {"num_workers": 1}), plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    data = SEEDED["drawing"]()
+    assert_same(list(seeded_batches(data, how, {"num_workers": 1})), list(seed_samples(DataLoader(data, 2), 1)))
 
 
 class Buckets(Sampler):
@@ -263,7 +309,7 @@ def test_a_loader_in_a_thread_of_the_users_gives_the_same_batches_while_another_
     got = []
 
     def iterate():
-        with pytest.warns(NoEffectWarning, match="draws from the global RNG of torch"):
+        with pytest.warns(NoEffectWarning, match="draws random numbers"):
             got.append(values(loader))
 
     thread = threading.Thread(target=iterate)

@@ -18,8 +18,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo import DALILoader, Doctor, PrefetchLoader
-from lightning_turbo.data.loading import thread_policy
-from lightning_turbo.data.sample_seeds import seed_samples
+from lightning_turbo.data import seed_samples
+from lightning_turbo.data.loading import prefetcher
 from lightning_turbo.doctor.facts import Loader
 from lightning_turbo.doctor.loaders import describe_loader
 from lightning_turbo.errors import NoEffectWarning
@@ -129,9 +129,9 @@ def drew(data):
     return doctor.report.facts.loader.draws
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "python", "own", "put back", ""])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "python", "own", ""])
 def test_settings_without_effect_are_judged_as_by_the_loader(kind, monkeypatch):
-    monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(prefetcher, "MIN_SECONDS", 0.0)
     found = drew(DataLoader(Drawing(kind), batch_size=4, shuffle=True))
     assert bool(found) == bool(kind)
     if kind:

@@ -205,7 +205,7 @@ def test_yaml_gives_the_arguments_of_a_prefetching_datamodule():
     assert datamodule.train_dataloader().batch_size == 2
     agrees(datamodule._prefetch, {
         **settings,
-        "device_prefetch": False, "sample_seeds": 1, "auto_workers": False, "device_transform.factor": [4.0],
+        "device_prefetch": False, "sample_seeds": 1, "device_transform.factor": [4.0],
         "device_transform.offset": [-2.0], "device_transform.dtype": torch.float16,
         "device_transform.keys": ("image",),
     })  # fmt: skip

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO
-from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.data.loading import prefetcher
 from tests.integration.recording import gives
 from tests.ranks import ENVIRONMENT, rank_command
 from tests.trainers import quiet_trainer
@@ -69,7 +69,7 @@ class CountingSaves(AtomicCheckpointIO):
 def train(folder):
     """Train at every level, and save the samples and the final weights of this rank."""
     folder = Path(folder)
-    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, although it is fast
+    prefetcher.MIN_SECONDS = 0.0  # every prefetching loader gets a thread, although it is fast
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     for level in LEVELS:

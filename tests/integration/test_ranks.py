@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 
 from lightning_turbo import ApexAMP, EffectiveBatchSize, ExactAccumulation, PrefetchLoader, TurboDDPStrategy
 from lightning_turbo._distributed import gather_for_checkpoint
-from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.data.loading import prefetcher
 from tests import registry, trainers
 from tests.integration import resuming
 from tests.integration.recording import gives
@@ -68,7 +68,7 @@ def train(model, data, ckpt=None, weights_only=True, **settings):
 
 def run_jobs(folder, *jobs):
     """Call functions of this module in one rank, and save what they yield."""
-    thread_policy.MIN_BATCH_SECONDS = 0.0  # every prefetching loader gets a thread, although it is fast
+    prefetcher.MIN_SECONDS = 0.0  # every prefetching loader gets a thread, although it is fast
     for job in jobs:
         for name, result in globals()[job](folder):
             torch.save(result, folder / f"{name}.{RANK}")
@@ -408,7 +408,9 @@ def test_turbo_ddp_equals_ddp(ended):
         epochs = [sorted(itertools.chain.from_iterable(batches)) for batches in seen]
         assert epochs == [list(range(48))] * 2, name  # all ranks together use each sample once per epoch
         assert seen[0] != seen[1], name
-        assert zero["loaded_ahead"] == one["loaded_ahead"] == (name == "prefetched"), name
+        # Its dropout draws random numbers on the CPU, beside which no thread loads.
+        assert not zero["loaded_ahead"], name
+        assert not one["loaded_ahead"], name
     for turbo, stock, tolerance in (
         ("turbo", "stock", 0.0), ("static-1", "stock-1", 0.0), ("turbo-O2", "stock-O2", 0.0),
         ("sized", "stock", 0.0), ("prefetched", "stock", 0.0), ("compiled", "stock", 1e-6),

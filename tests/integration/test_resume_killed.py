@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo import ApexAMP, AtomicCheckpointIO, ExactAccumulation, PrefetchLoader, TurboDDPStrategy
-from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.data.loading import prefetcher
 from tests.data.samples import Rows, seeded
 from tests.integration import test_ranks
 from tests.integration.recording import Numbers, RecordingModel, fit, gives
@@ -177,7 +177,7 @@ def train(level, folder, kills, epochs):
         kills: A comma-separated list of ``where:rank:step:seed``; one happens in each attempt, in order.
         epochs: The epochs of the uninterrupted run.
     """
-    thread_policy.MIN_BATCH_SECONDS = 0.0  # these samples load fast, but must be loaded in the background
+    prefetcher.MIN_SECONDS = 0.0  # these samples load fast, but must be loaded in the background
     folder = Path(folder)
     for path in folder.rglob("*.ckpt"):  # files of the previous attempt
         torch.load(path, weights_only=True)

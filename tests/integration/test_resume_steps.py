@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_turbo import ApexAMP, ExactAccumulation, ExactResume, PrefetchDataModule, PrefetchLoader
+from lightning_turbo import ApexAMP, ExactAccumulation, ExactResume, Prefetch, PrefetchDataModule, PrefetchLoader
 from lightning_turbo.callbacks.exact_resume import KEY
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, seeded
@@ -292,7 +292,7 @@ def test_the_monitored_value_of_a_scheduler_is_saved_after_an_error(hook, batche
     for stopped, ckpt in ((False, None), (True, None), (False, path)):
         pl.seed_everything(0 if ckpt is None else 1, verbose=False)
         model = Waiting("trained") if interval == "epoch" else WaitingForSteps("trained")
-        run = trainer("turbo", *([Fail(path, batches, hook)] if stopped else []))
+        run = trainer("turbo", Prefetch(), *([Fail(path, batches, hook)] if stopped else []))
         with pytest.raises(InterruptedError) if stopped else contextlib.nullcontext():
             run.fit(model, **plain(PrefetchLoader)(), ckpt_path=ckpt, **unpickling(True if ckpt else None))
         runs.append((model, run.lr_scheduler_configs[0].scheduler.state_dict()))
@@ -303,17 +303,17 @@ def test_the_monitored_value_of_a_scheduler_is_saved_after_an_error(hook, batche
 
 
 @pytest.mark.parametrize("batches", [6, 8])
-def test_a_checkpoint_without_monitored_values_is_resumed_as_lightning_does(batches, tmp_path):
+def test_a_checkpoint_without_metrics_loses_the_update_at_the_end_of_its_epoch(batches, tmp_path):
     path = tmp_path / "at.ckpt"
     hook = "on_train_epoch_end" if batches == 6 else "on_train_batch_end"
     fit_waiting("validated", "turbo", Save(path, batches, hook))
     saved = torch.load(path, weights_only=True)
     for each in saved[KEY]:
-        del each["monitored"], each["plateaus"]
+        each.update(metrics={}, plateaus=False)
     torch.save(saved, path)
     rest, scheduler, _ = fit_waiting("validated", "turbo", ckpt=path)
     assert len(rest.rates) == EPOCHS * BATCHES - batches
-    assert scheduler["last_epoch"] == EPOCHS - 1
+    assert scheduler["last_epoch"] == EPOCHS - (batches == BATCHES)
 
 
 def test_a_checkpoint_saved_after_a_run_resumes(tmp_path):
@@ -339,14 +339,13 @@ def test_the_random_states_of_missing_ranks_are_dropped(tmp_path, monkeypatch):
 
 def test_the_random_states_of_new_ranks_are_derived_from_rank_0(tmp_path, monkeypatch):
     """A second rank of a run that had one rank: the seed of its own process has no effect."""
-    said, places = [], "lightning_turbo.callbacks."
+    said, places = [], "lightning_turbo.callbacks.exact_resume."
     path = tmp_path / "one.ckpt"
     fit("plain loader, turbo", max_epochs=1, limit_val_batches=0)[0].save_checkpoint(path)
-    monkeypatch.setattr(places + "exact_resume.rank_zero_info", said.append)
+    monkeypatch.setattr(places + "rank_zero_info", said.append)
     losses = {}
     for rank, size in ((0, 2), (1, 2), (2, 3)):
-        for module in ("restored", "random_states"):
-            monkeypatch.setattr(f"{places}resume.{module}.rank_and_size", lambda rank=rank, size=size: (rank, size))
+        monkeypatch.setattr(places + "rank_and_size", lambda rank=rank, size=size: (rank, size))
         runs = [fit("plain loader, turbo", ckpt=path, seed=seed, limit_val_batches=0)[1].losses for seed in (1, 2)]
         assert runs[0] == runs[1]
         losses[rank] = tuple(runs[0])

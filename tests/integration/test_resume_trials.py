@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from lightning_turbo import ExactResume, Preemption, Prefetch, PrefetchDataModule, PrefetchLoader, SeededSampler
 from lightning_turbo.data import LengthBatchSampler, WeightedSampler
-from lightning_turbo.data.loading import thread_policy
+from lightning_turbo.data.loading import prefetcher
 from tests.data.samples import Rows, Stream, seeded
 from tests.integration.resuming import assert_same
 from tests.leftovers import nothing_is_left, prefetch_threads
@@ -362,7 +362,7 @@ def trial(number, folder, monkeypatch):
     draw = random.Random(number)
     drew = drawn(draw)
     if draw.random() < 0.5:
-        monkeypatch.setattr(thread_policy, "MIN_BATCH_SECONDS", 0.0)
+        monkeypatch.setattr(prefetcher, "MIN_SECONDS", 0.0)
     folder.mkdir()
     whole, ended = run(drew, number, folder / "whole")
     assert ended

@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data.loading.loader import seed_samples
 from lightning_turbo.data.orders.seeded_sampler import SeededSampler
-from lightning_turbo.data.sample_seeds import seed_samples
 from tests.data.samples import Rows
 from tests.ranks import run_ranks
 

@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not KNOWS_WEIGHTS_ONLY, reason="needs the callbacks of Lightning 2.6"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists", "ignore:The dirpath has changed"),
 ]
-REBUILT = "mended with the new ExactResume"
 MID_EPOCH = ("on_train_batch_start", 7)
 AT_ITS_END = ("on_validation_start", 2)  # of an epoch
 
@@ -268,7 +267,7 @@ def test_learning_rate_finder_makes_a_resumed_run_begin_again(tmp_path, monkeypa
     assert_same(resumed["weights"], whole["weights"])
 
 
-@pytest.mark.parametrize("interval", [5, pytest.param(2, marks=pytest.mark.xfail(strict=True, reason=REBUILT))])
+@pytest.mark.parametrize("interval", [5, 2])
 def test_reduce_lr_on_plateau_after_a_save_in_the_last_step_of_an_epoch(interval, tmp_path):
     """With ``val_check_interval=2``, no validation follows the fifth and last step of an epoch."""
 
@@ -282,7 +281,6 @@ def test_reduce_lr_on_plateau_after_a_save_in_the_last_step_of_an_epoch(interval
     assert resumed["rates"] == whole["rates"]
 
 
-@pytest.mark.xfail(strict=True, reason=REBUILT)
 def test_model_checkpoint_by_steps_of_a_value_of_the_last_validation(tmp_path):
     def make(folder):
         return [ModelCheckpoint(folder, "{step}", monitor="val", every_n_train_steps=2, save_top_k=-1)]

@@ -31,7 +31,6 @@ from tests.promises.runs import (
 )
 
 pytestmark = [pytest.mark.usefixtures("all_ends", "every_loader_has_a_thread"), pytest.mark.timeout(60)]
-NEW_LOADER = "mended with the new loader"
 WORKERS = pytest.mark.parametrize("workers", [0, 1])
 
 
@@ -251,7 +250,6 @@ def test_three_stops_of_a_run_with_persistent_workers(tmp_path):
 # ---- A look at a batch, and one loader in two places.
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason=NEW_LOADER)
 @WORKERS
 def test_a_look_at_a_batch_leaves_the_running_iterator_alone(workers):
     def run(kind):
@@ -262,7 +260,6 @@ def test_a_look_at_a_batch_leaves_the_running_iterator_alone(workers):
     beside_plain(run)
 
 
-@pytest.mark.xfail(strict=True, reason=NEW_LOADER)
 @WORKERS
 def test_a_state_after_a_look_at_a_batch_is_that_of_the_running_iterator(workers):
     def make():
@@ -329,9 +326,7 @@ def in_two_places(run, kind, *callbacks, **settings):
 
 EACH_WAY = pytest.mark.parametrize(("run", "kind"), [
     (turbo, DataLoader),
-    pytest.param(
-        resuming, PrefetchLoader, marks=pytest.mark.xfail(strict=True, raises=RuntimeError, reason=NEW_LOADER)
-    ),
+    (resuming, PrefetchLoader),
 ], ids=["Prefetch", "PrefetchLoader"])  # fmt: skip
 
 
@@ -497,16 +492,13 @@ def test_a_sampler_that_changes_goes_on_in_its_first_epoch(kind):
     assert not told
 
 
-@pytest.mark.xfail(strict=True, reason=NEW_LOADER)
 @pytest.mark.parametrize("kind", [InPlace, EpochInPlace, Passes, Decays])
 def test_a_sampler_that_changes_is_named_after_a_resume_in_a_later_epoch(kind):
     _, told, _ = stopped_in_epoch(1, kind)
     assert [kind.__name__ in text for text in told] == [True]
 
 
-@pytest.mark.parametrize(
-    "make_sampler", [pytest.param(ByState, marks=pytest.mark.xfail(strict=True, reason=NEW_LOADER)), torchdatas]
-)
+@pytest.mark.parametrize("make_sampler", [ByState, torchdatas])
 def test_a_sampler_with_a_state_or_epoch_goes_on_in_a_later_epoch(make_sampler):
     resumed, told, straight = stopped_in_epoch(1, make_sampler)
     assert resumed == straight
@@ -526,7 +518,6 @@ class Consumed:
         return (list(range(begin, begin + 4)) for begin in range(self.samples, LENGTH, 4))
 
 
-@pytest.mark.xfail(strict=True, reason=NEW_LOADER)
 def test_a_sampler_that_a_script_has_put_forward_already_is_named():
     loader = PrefetchLoader(Slow(), batch_sampler=Consumed())
     take(iter(loader), 3)

@@ -103,7 +103,6 @@ def rare(index):
     return of_torch(index) if index == 25 else of_none(index)
 
 
-@pytest.mark.xfail(strict=True, reason="mended with the states that are compared after each batch")
 @pytest.mark.parametrize("change", [late, rare])
 def test_draws_that_begin_late_are_a_plain_loaders_or_told(change):
     plain = drawn(DataLoader, change, step=0.005)

@@ -79,6 +79,10 @@ def beside(kind, make, workers, plain=DataLoader):
     again.close()
 
 
+ASKS_TORCHDATA = pytest.mark.filterwarnings("ignore:.*has a state_dict, which its worker processes are not asked for")
+
+
+@ASKS_TORCHDATA
 @pytest.mark.parametrize(("make", "workers"), [
     (Unsized, 0), (Unsized, 1), (Unsized, 2), (WithState, 0), (WithState, 1), (WithState, 2), (Sized, 0),
     (SizedWithState, 1),
@@ -112,6 +116,7 @@ def test_a_stream_with_a_state_is_not_run_through_after_a_stop(make):
 # ---- Runs.
 
 
+@ASKS_TORCHDATA
 @pytest.mark.parametrize(("kind", "make", "workers"), [
     (DataLoader, Unsized, 0), (DataLoader, Sized, 0), (DataLoader, WithState, 0), (DataLoader, WithState, 1),
     (StatefulDataLoader, WithState, 0), (StatefulDataLoader, WithState, 2),

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo._checks import check_count, check_functions, expect
-from lightning_turbo._pytree import movable_in, move_batch, pin_batch
+from lightning_turbo._pytree import movable_in, move_batch
 from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.errors import NoEffectWarning
@@ -26,11 +26,11 @@ MIN_BYTES = 1 << 20
 class DeviceTransfer:
     """How the batches of a loader get to one device: the copy on a side stream, and a transform.
 
-    A ``PrefetchLoader(transfer=...)`` calls it: ``stages`` in its background thread, then ``send`` for up to
-    ``prefetch_batches`` batches beyond the one in use, and ``receive`` when the batch is returned. It has no life of
-    its own: all transfers to one device share one side stream, whatever loaders are made in a run. Always: a copy
-    waits for the steps that were begun before it, and a batch that is returned for its copy. It is for the stream that
-    is current then; who uses it on another calls ``record_stream``, as for any tensor.
+    An iterator of a ``PrefetchLoader(transfer=...)`` calls it: ``send`` for up to ``prefetch_batches`` batches beyond
+    the one in use, and ``receive`` when the batch is returned. Batches are pinned by torch, where they are loaded. It
+    has no life of its own: all transfers to one device share one side stream, whatever loaders are made in a run.
+    Always: a copy waits for the steps that were begun before it, and a batch that is returned for its copy. It is for
+    the stream that is current then; who uses it on another calls ``record_stream``, as for any tensor.
 
     Args:
         device: ``"cpu"``, or a CUDA device.
@@ -66,11 +66,6 @@ class DeviceTransfer:
     def idle(self) -> bool:
         """Whether there is nothing to do for any batch."""
         return self.device.type == "cpu" and self.transform is None
-
-    @property
-    def stages(self) -> list[Callable[[Any], Any]]:
-        """What is done to each batch on the host, in the background."""
-        return [pin_batch] if self.device.type == "cuda" else []
 
     def stream(self) -> Any:
         """Return the side stream beside the current one; ``None`` where nothing is copied ahead."""

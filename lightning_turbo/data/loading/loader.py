@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,55 +12,58 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_turbo._checks import check_count
-from lightning_turbo._random import generators_in
-from lightning_turbo.data.loading.background import Background
-from lightning_turbo.data.loading.epoch_state import EpochState
-from lightning_turbo.data.loading.epochs import Begun, Epochs, IndexEpochs, OwnStateEpochs, epochs_of, length_of
-from lightning_turbo.data.loading.locks import TURNS, LoadingLock, starting_workers
-from lightning_turbo.data.loading.position import Position
-from lightning_turbo.data.loading.prefetcher import PrefetchIterator
-from lightning_turbo.data.loading.resumable_sampler import ResumableSampler
-from lightning_turbo.data.loading.source import stand_ins, standing_in
-from lightning_turbo.data.loading.spawned import check_workers_can_start
+from lightning_turbo._checks import check_count, expect
+from lightning_turbo._random import generators_in, same_random_numbers
+from lightning_turbo.data.loading.ahead import starting_workers
+from lightning_turbo.data.loading.epoch import Epoch, EpochProgress
+from lightning_turbo.data.loading.order import Order, generators_of
+from lightning_turbo.data.loading.prefetcher import Profile
+from lightning_turbo.data.loading.shares import Shares, check_fits
+from lightning_turbo.data.loading.state import (
+    check_version,
+    goes_on,
+    is_counted,
+    reshard,
+    state_of,
+    state_of_new,
+    warn_of_last_pass,
+)
+from lightning_turbo.data.loading.streams import has_exact_state, warn_of_lost_samples
 from lightning_turbo.data.loading.subclass import blank, copy_loader, make_class, merge_signatures, refuse_added
-from lightning_turbo.data.loading.thread_policy import LoadProfile, ThreadPolicy
 from lightning_turbo.data.loading.threads import ThreadedDataset
-from lightning_turbo.data.loading.torch_workers import end_workers
-from lightning_turbo.data.loading.whole_batches import has_whole_batches
-from lightning_turbo.data.loading.worker_start import LongLists
-from lightning_turbo.data.loading.worker_streams import WorkerPlaces
-from lightning_turbo.data.orders.sharding import check_fits
-from lightning_turbo.data.sample_seeds import SeededDataset, add_seeds, check_seed, loads_batches
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.data.loading.torch_side import SmallTensors, end_workers, length_of, preload
+from lightning_turbo.data.loading.whole_batches import WholeBatches, as_it_is, has_whole_batches, is_quiet
+from lightning_turbo.data.sample_seeds import SeededCollate, SeededDataset, check_seed, check_seeds, loads_batches
+from lightning_turbo.errors import NoEffectWarning
 
-__all__ = ["DEPTH", "PrefetchLoader", "copy_loader", "prefetching", "with_workers"]
+__all__ = [
+    "DEPTH", "PrefetchLoader", "copy_loader", "prefetching", "seed_samples",
+]  # fmt: skip
 
 DEPTH = 8
-# Seconds. How long the end of an epoch waits for the next() of a stream, which may have nothing to give for ever.
-STREAM_PATIENCE = 1.0
 T = TypeVar("T", covariant=True)
 
 
 class PrefetchLoader(DataLoader[T]):
-    """A ``torch.utils.data.DataLoader`` whose next batches are prepared in a background thread.
+    """A ``torch.utils.data.DataLoader`` whose next batches are prepared ahead, and which resumes in mid-epoch.
 
     Takes the arguments of ``DataLoader`` and is one in every respect; the batches and their order are the same, bit
-    for bit. To add prefetching to another kind of loader, inherit this class in front of it
-    (``class Mine(PrefetchLoader, StatefulDataLoader)``), or call ``PrefetchLoader.of(loader)``.
+    for bit. Without worker processes a background thread prepares the next batches; worker processes do so by
+    themselves. To add it to another kind of loader, inherit this class in front of it (``class Mine(PrefetchLoader,
+    StatefulDataLoader)``), or call ``PrefetchLoader.of(loader)``.
 
-    One iterator of a loader is in use at a time: a second ``iter()`` closes the first. The thread and the worker
-    processes end when the iterator is exhausted, dropped or closed, and when the interpreter ends. Dataset code of all
-    loaders runs in one of these threads at a time, unless ``threads`` is above 1; the calling thread must not use a
-    dataset meanwhile that a thread reads.
+    ``iter()`` draws what torch draws there, and nothing is loaded before the first ``next()``: worker processes start
+    then. Several iterators may be in use beside one another. The thread and the worker processes end when the iterator
+    is exhausted, dropped or closed, and when the interpreter ends. Dataset code of all loaders runs in one of these
+    threads at a time; the calling thread must not use a dataset meanwhile that a thread reads.
 
     Args:
         *args: As in ``DataLoader``.
-        prefetch_batches: How many batches to keep ready, 1 or more; one more is in preparation. The default of 8
-            serves loads of uneven duration; less saves memory, and open files with worker processes.
+        prefetch_batches: How many batches the thread keeps ready, 1 or more; one more is in preparation. The default of
+            8 serves loads of uneven duration; less saves memory. Worker processes have ``prefetch_factor``.
         threads: How many threads load the samples of a batch at the same time, 1 or more: in this process, or in each
             worker process. For loads that wait, or compute outside the GIL, and a dataset whose ``__getitem__`` may be
-            called by several threads at once.
+            called by several threads at once. Random numbers that it draws depend on timing then.
         transfer: What moves the batches to a device as they are returned; a ``DeviceTransfer``.
         sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
             drawn while it is loaded; see ``seed_samples``, to which it leads. Batches are then loaded by worker
@@ -70,20 +72,16 @@ class PrefetchLoader(DataLoader[T]):
 
     Raises:
         TypeError: If ``prefetch_batches``, ``threads`` or ``sample_seeds`` is not an integer, or the dataset is a
-            loader or, with ``sample_seeds``, an ``IterableDataset``; if worker processes are not forked and what they
-            are to be given cannot be pickled, with the name of the attribute.
+            loader or, with ``sample_seeds``, an ``IterableDataset``.
         ValueError: If ``prefetch_batches`` or ``threads`` is below 1, or ``sample_seeds`` is out of range.
 
     Warns:
-        NoEffectWarning: If loading draws from the global RNGs, or from a generator that the dataset holds; batches are
-            then loaded in the calling thread, because the numbers would depend on timing otherwise. If ``threads``
-            cannot be used: with an ``IterableDataset``, ``sample_seeds``, batches that are not made of samples, or a
-            class behind this one that loads by itself; one thread then works ahead.
-
-    Note:
-        With ``persistent_workers`` no thread is started unless a Trainer has set how many batches it takes: the
-        processes keep their random states, and would have drawn more after an epoch that is left early than those of a
-        plain loader. They load ``prefetch_factor`` batches ahead themselves.
+        NoEffectWarning: If a thread would gain something, but loading, or what is done with a batch, draws from the
+            global RNGs, or from a generator that the dataset holds; batches are then loaded in the calling thread,
+            because the numbers would depend on timing otherwise. If ``threads`` cannot be used: with an
+            ``IterableDataset``, ``sample_seeds``, batches that are not made of samples, or a class behind this one that
+            loads by itself.
+        TurboWarning: If a global RNG changes while a thread loads ahead, with the number of the batch.
 
     Example:
         >>> loader = PrefetchLoader(range(6), batch_size=3)
@@ -100,49 +98,89 @@ class PrefetchLoader(DataLoader[T]):
         sample_seeds: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._epochs: Epochs | None = None  # none while DataLoader's own constructor runs
         super().__init__(*args, **kwargs)
         if isinstance(self.dataset, DataLoader):
             raise TypeError(
                 f"expected a dataset, got the loader {self.dataset!r}. Pass its dataset, or call "
                 "PrefetchLoader.of(loader) to add prefetching to it."
             )
-        self._begin_prefetching(prefetch_batches, threads, transfer)
-        self.sample_seeds = sample_seeds
-        if sample_seeds is not None:
-            add_seeds(self, check_seed(sample_seeds, "sample_seeds"))
+        self._begin_prefetching(prefetch_batches, threads, transfer, sample_seeds)
 
-    def _begin_prefetching(self, prefetch_batches: int, threads: int, transfer: Any) -> None:
+    def _begin_prefetching(self, prefetch_batches: int, threads: int, transfer: Any, sample_seeds: Any) -> None:
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         self.threads = check_count("threads", threads)
         self.transfer = transfer
-        self.sample_seeds: int | None = None
-        self._profile = LoadProfile()
+        self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
         self._is_twin = False  # made by ``of``
-        self._reset_epochs(None)
+        self._reset(None)
+        if sample_seeds is not None:
+            check_seeds(self.dataset)
+            self._check_is_torchs()
         check_fits(self)
-        check_workers_can_start(self)
 
-    def _reset_epochs(self, loaded: Any) -> None:
-        """Set what a loader knows of its epochs, which a copy has of its own, to that of one without an iterator.
+    def _check_is_torchs(self) -> None:
+        if self.iterates:
+            raise TypeError(
+                f"sample_seeds: expected a loader that loads by torch's own iterator, got {type(self).__name__}, whose "
+                "class has an __iter__ of its own. Pass a DataLoader: a PrefetchLoader goes on in mid-epoch by itself."
+            )
+
+    def _reset(self, loaded: Any, number: int = 0) -> None:
+        """Set what a loader knows of its passes to that of one that was not iterated.
 
         Args:
-            loaded: The state that the next epoch begins with, if there is one.
+            loaded: The state that the next pass begins with, if there is one.
+            number: The number of the next pass.
         """
-        itself = self._behind.__iter__.__func__ is not DataLoader.__iter__
-        self._epochs = epochs_of(self, iterates_itself=itself)
-        self._loaded = loaded  # until a batch was returned after it
-        self._position: Position | None = None  # of the latest iterator
-        self._live: weakref.ref[Any] | None = None  # that iterator
-        self._background: Background | None = None  # its thread, which may still load when the collector took it
-        self._threaded: ThreadedDataset | None = None
-        self._lists = LongLists()  # of the dataset, for worker processes that are not forked
+        self.loaded = loaded  # until a pass has begun there
+        self.asked: EpochProgress | None = None  # of the pass that was asked for a batch last
+        # All passes that are in use, and the latest; the one that was asked last comes last.
+        self.passes: list[tuple[weakref.ref[Epoch], EpochProgress]] = []
+        self._earlier: list[weakref.ref[Epoch]] = []  # that had begun when a state was loaded
+        self.next_number = number  # of the next pass, if nothing else tells it
+        self.has_seeded_workers = False  # those that stay, which are seeded at the first iter() alone
+        self._order: Order | None = None
+        self._has_warned_of_lost = False
+        self._pool: ThreadedDataset | None = None  # of the iterator that is being made
+        self.profile = Profile(is_quiet(self))
         self.limit_batches(None)
+
+    # Of which kind it is
 
     @property
     def _behind(self) -> Any:
         """The methods of the class behind this one."""
         return super()
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the class behind this one keeps a state of its own, which is given as it is."""
+        return hasattr(super(), "state_dict")
+
+    @property
+    def iterates(self) -> bool:
+        """Whether the class behind this one has an ``__iter__`` of its own."""
+        return super().__iter__.__func__ is not DataLoader.__iter__
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it loads a stream."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def asks_stream(self) -> bool:
+        """Whether the stream is asked for its state: torch's own iterator reads it in this process."""
+        return self.is_stream and not self.num_workers and not self.iterates and has_exact_state(self.dataset)
+
+    @property
+    def was_plain(self) -> bool:
+        """Whether the loader that ``of`` made this one of has no state of its own."""
+        return self._is_twin and not self.keeps_state
+
+    @property
+    def drawn_ahead(self) -> int:
+        """How many entries torch draws for worker processes before it returns a batch."""
+        return (self.prefetch_factor or 0) * self.num_workers
 
     @classmethod
     def of(
@@ -152,6 +190,7 @@ class PrefetchLoader(DataLoader[T]):
         prefetch_batches: int = DEPTH,
         threads: int = 1,
         transfer: Any = None,
+        sample_seeds: int | None = None,
     ) -> PrefetchLoader[Any]:
         """Return a loader like ``loader``, of a class that inherits from its class, with prefetching added.
 
@@ -162,6 +201,7 @@ class PrefetchLoader(DataLoader[T]):
             prefetch_batches: How many batches to keep ready, 1 or more.
             threads: How many threads load samples at the same time, 1 or more.
             transfer: What moves the batches to a device as they are returned.
+            sample_seeds: As in ``PrefetchLoader``; ``None`` for those of ``loader``, if it has some.
 
         Raises:
             TypeError: If ``loader`` is not a ``DataLoader``, or has an argument or attribute with the name of one that
@@ -180,131 +220,142 @@ class PrefetchLoader(DataLoader[T]):
             twin.load_state_dict(loader.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
         # Past the __setattr__ of the loader's class, which may be one of its own.
         object.__setattr__(twin, "__class__", prefetching(type(loader)))
-        twin._begin_prefetching(prefetch_batches, threads, transfer)
+        seeds = getattr(loader, "sample_seeds", None) if sample_seeds is None else sample_seeds
+        twin._begin_prefetching(prefetch_batches, threads, transfer, seeds)
         # Some classes end in __del__ what a copy shares, such as one iterator for all epochs.
         twin._made_of = loader
         twin._is_twin = True
         return twin
 
-    @property
-    def counts_batches(self) -> bool:
-        """Whether the state is a count of batches, and not that of a class behind this one."""
-        return not isinstance(self._epochs, OwnStateEpochs)
+    # A pass
 
-    @property
-    def was_plain(self) -> bool:
-        """Whether the loader that ``of`` made this one of has no state of its own."""
-        return self._is_twin and self.counts_batches
+    def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._settle_threads()
+        epoch = Epoch(self)
+        self.passes = [each for each in self.passes if each[0]() is not None] + self.passes[-1:]
+        self.passes.append((weakref.ref(epoch), epoch.progress))
+        return epoch
+
+    def notice(self, epoch: Epoch) -> None:
+        """Remember which pass was asked for a batch last."""
+        before = self.asked if epoch.progress.is_untouched else None
+        if before is not None and self.is_stream and not (self._has_warned_of_lost or self._is_in_use(before)):
+            self._has_warned_of_lost = warn_of_lost_samples(self, before)
+        self.asked = epoch.progress
+        others = [each for each in self.passes if each[1] is not epoch.progress]
+        self.passes = [*others, (weakref.ref(epoch), epoch.progress)]
 
     @property
     def _index_sampler(self) -> Any:
-        """The sampler whose indices are loaded, wrapped so that it can continue where a state was taken."""
+        """The sampler whose entries are loaded, in an ``Order``."""
         sampler = super()._index_sampler
-        epochs = self._epochs
-        if not isinstance(epochs, IndexEpochs):
+        # DataLoader asks for it in its constructor.
+        order = vars(self).get("_order")
+        if order is None or order.sampler is not sampler:
             return sampler
-        # Another one is set by sample seeds, and by who makes a loader's samplers again.
-        if epochs.sampler is None or epochs.sampler.sampler is not sampler:
-            epochs.sampler = ResumableSampler(sampler, self)
-        return epochs.sampler
+        return order
 
-    def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self._is_in_use():
-            return iter(self._beside())
-        self._close_iterator("it was followed by another iter() of its loader")
-        self._settle_threads()
-        self._loaded = self._state_to_load()
-        assert self._epochs is not None
-        # To make an iterator is dataset code too: a stream opens its files there, a sampler asks for a length.
-        with contextlib.nullcontext() if self.num_workers or self.threads > 1 else TURNS:
-            try:
-                begun = self._epochs.begin(self, self._loaded)
-                epoch = self._make_iterator(begun)
-            except BaseException:
-                # The kind of epochs knows of the latest one alone, and that has not begun.
-                self._position = None
-                raise
-        self._live = weakref.ref(epoch)
-        self._background = epoch.background
-        self._position = begun.position
-        return epoch
+    def make_order(self) -> Order:
+        """Return the ``Order`` around the sampler. Another one is set by who makes a loader's samplers again."""
+        sampler = super()._index_sampler
+        if self._order is None or self._order.sampler is not sampler:
+            self._order = Order(sampler, generators_of(self.generator, sampler))
+        if self.is_stream:  # it draws from what it holds, which may be other generators in each epoch
+            held = [] if self.num_workers else generators_in(self.dataset)
+            self._order.generators = [*generators_of(self.generator, sampler), *held]
+        return self._order
 
-    def _is_in_use(self) -> bool:
-        """Whether a Trainer goes on to take batches of the latest iterator, and somebody else asks for another one."""
-        if self._is_owner is None:
-            return False
-        live = None if self._live is None else self._live()
-        return live is not None and not live.is_over and not self._is_owner()
+    def shares(self) -> Shares:
+        """Return how the samples are shared over the ranks of now, and in batches."""
+        return Shares(self.make_order())
 
-    def _beside(self) -> PrefetchLoader[T]:
-        """Return a loader for whoever looks at some batches in the middle of a Trainer's epoch: no thread, no state."""
-        sampler = self._index_sampler
-        if isinstance(sampler, ResumableSampler) and self._position is not None and sampler.draws_at_once:
-            # Generators of the loader stand where a plain loader's come later.
-            sampler.put_back(self._position)
-        twin = copy_loader(self)
-        twin._reset_epochs(None)
-        twin.transfer = None
-        twin.limit_batches(lambda: 0)
-        return twin
+    def number_pass(self, state: Any) -> int:
+        """Return the number of the epoch that begins with a state, from which sample seeds follow."""
+        if self._epoch is not None:
+            return self._epoch()
+        if state is not None and goes_on(state):
+            return state["epoch"]
+        if self._order is not None and self._order.epoch is not None:
+            return self._order.epoch
+        return self.next_number if state is None or not is_counted(state) else state["epoch"] + state["over"]
 
-    def _make_source(self, places: WorkerPlaces | None = None) -> Iterator[Any]:
+    def most_ahead(self) -> float:
+        """Return how many batches of an epoch may be loaded ahead.
+
+        The end is not asked for, at which some samplers draw once more: a Trainer does not ask for it. Where the order
+        follows from a generator that the loader or a sampler holds, the last batch is left out too. A sampler that is
+        asked to fill it has met its end, and an epoch that is broken off before would change the order of the next.
+        """
+        length = self.length()
+        if length is not None and self.make_order().generators:
+            length -= 1
+        return min(inf if length is None else length, inf if self._limit is None else self._limit())
+
+    def _is_in_use(self, progress: EpochProgress) -> bool:
+        """Whether the pass with this progress may be asked for further batches."""
+        epochs = [each() for each, its in self.passes if its is progress]
+        return any(epoch is not None and not epoch.is_over for epoch in epochs)
+
+    def _are_in_use(self) -> bool:
+        """Whether another pass is using the worker processes that stay."""
+        alive = self._alive()
+        return any(self.is_kept(epoch.source) and not epoch.is_over for epoch in alive)
+
+    def _alive(self) -> list[Epoch]:
+        """Return the passes that are in use."""
+        passes = [*self._earlier, *(each for each, _ in self.passes)]
+        return [epoch for each in passes if (epoch := each()) is not None]
+
+    def is_kept(self, source: Any) -> bool:
+        """Whether the worker processes of an iterator stay for the next pass."""
+        return source is not None and source is self._iterator
+
+    def make_source(self, pins: bool = False) -> Iterator[Any]:
         """Return torch's iterator over the batches, or that of the class behind this one.
 
         Args:
-            places: Returns the states of a stream in worker processes; ``None`` if it has none.
+            pins: Whether torch is to pin the batches, for copies to a device beside the steps.
         """
         behind: Any = super()
-        starting = starting_workers() if self.num_workers else contextlib.nullcontext()
-        if behind.__iter__.__func__ is not DataLoader.__iter__:
-            with starting:
+        preload(self)
+        with starting_workers() if self.num_workers else contextlib.nullcontext():
+            if self.iterates:
                 return behind.__iter__()
-        if self.threads > 1:
-            # One for each iterator: a thread that comes back late closes its own. What was found out goes along.
-            before = self._threaded
-            self._threaded = ThreadedDataset(self.dataset, self.threads) if before is None else copy.copy(before)
-        given = stand_ins(self, self._threaded, self._lists, places)
-        with starting, standing_in(self, given) if given else contextlib.nullcontext():
-            return behind.__iter__()
+            with _standing_in(self, self._stand_ins(pins)):
+                # Processes that stay belong to one pass at a time.
+                return self._get_iterator() if self._are_in_use() else behind.__iter__()
 
-    def _make_iterator(self, begun: Begun) -> PrefetchIterator:
-        source, position, snapshot, put_back = begun
-        limit = inf if self._limit is None else self._limit() - position.consumed
-        if self.persistent_workers and self._limit is None:
-            limit = 0  # no thread, see the note in the docstring of this class
-        workers = None if self.persistent_workers else source  # that end with this epoch
-        lock = LoadingLock() if self._threaded is not None and not self.num_workers else TURNS
-        on_close = functools.partial(_leave, workers, self._threaded, put_back, position)
-        is_live = isinstance(self.dataset, IterableDataset) and not self.num_workers
-        patience = STREAM_PATIENCE if is_live else None
-        background = Background(source, lock, limit, snapshot, on_close, patience)
-        is_seeded = isinstance(self.dataset, SeededDataset)
-        return PrefetchIterator._of_loader(
-            background,
-            ThreadPolicy(self._profile, has_workers=background.has_workers, is_seeded=is_seeded),
-            position,
-            prefetch_batches=self.prefetch_batches,
-            transfer=None if self.transfer is None or self.transfer.idle else self.transfer,
-            timeout=self.timeout,
-        )
+    def _stand_ins(self, pins: bool) -> dict[str, Any]:
+        """Return what torch's iterator is to find in place of the loader's own attributes."""
+        given: dict[str, Any] = {}
+        self._pool = None
+        if self.sample_seeds is not None:
+            given["dataset"] = SeededDataset(self.dataset, self.sample_seeds)
+            given["collate_fn"] = SeededCollate(self.collate_fn, self.sample_seeds)
+        elif has_whole_batches(self):
+            given = {"dataset": WholeBatches(self.dataset), "collate_fn": as_it_is}
+        elif self.threads > 1:
+            self._pool = given["dataset"] = ThreadedDataset(self.dataset, self.threads)
+        if self.num_workers:
+            given["worker_init_fn"] = SmallTensors(self.worker_init_fn)
+        if pins:
+            given["pin_memory"] = True  # by torch's own thread, where processes load
+        return given
 
-    def limit_batches(
-        self,
-        limit: Callable[[], float] | None,
-        is_owner: Callable[[], bool] | None = None,
-        epoch: Callable[[], int] | None = None,
-    ) -> None:
+    def take_pool(self) -> ThreadedDataset | None:
+        """Return the threads of the iterator that was just made, which the pass ends."""
+        pool, self._pool = self._pool, None
+        return pool
+
+    def limit_batches(self, limit: Callable[[], float] | None, epoch: Callable[[], int] | None = None) -> None:
         """Follow a Trainer, which knows how many batches it takes, and which epoch it is.
 
         Args:
-            limit: Called when an epoch begins: no more batches are loaded ahead; infinity for all. With
-                ``persistent_workers`` it lets a thread take the batches. ``None`` takes it back.
-            is_owner: Whether it is the Trainer that asks for an iterator. While it uses one, others get an iterator
-                beside it; ``None`` for a loader whose latest iterator is the one in use, whoever asks.
+            limit: Called when an epoch begins: no more batches are loaded ahead; infinity for all. ``None`` takes it
+                back.
             epoch: Called when an epoch begins: its number, which sample seeds follow from; ``None`` counts the passes.
         """
         self._limit: Callable[[], float] | None = limit
-        self._is_owner: Callable[[], bool] | None = is_owner
         self._epoch: Callable[[], int] | None = epoch
 
     def _settle_threads(self) -> None:
@@ -312,19 +363,18 @@ class PrefetchLoader(DataLoader[T]):
         why = "" if self.threads == 1 else self._why_one_thread()
         if why:
             warnings.warn(
-                f"threads={self.threads} has no effect here: {why}. One thread works ahead. Leave it out, or use a "
-                "dataset with indices.",
+                f"threads={self.threads} has no effect here: {why}. Leave it out, or use a dataset with indices.",
                 NoEffectWarning,
                 stacklevel=3,
             )
             self.threads = 1
 
     def _why_one_thread(self) -> str:
-        if isinstance(self.dataset, SeededDataset):
+        if self.sample_seeds is not None:
             return "the generators that are seeded for each sample belong to the process, and all of its threads"
-        if isinstance(self.dataset, IterableDataset):
+        if self.is_stream:
             return f"the dataset is an IterableDataset ({type(self.dataset).__name__}), which one thread runs through"
-        if not isinstance(self._epochs, IndexEpochs) or not self._epochs.skips:
+        if self.iterates:
             return f"{type(self).__name__} does not load by torch's own iterator"
         if not self._auto_collation:
             return "batch_size=None makes no batches, whose samples could be shared out among threads"
@@ -334,66 +384,112 @@ class PrefetchLoader(DataLoader[T]):
             return f"{type(self.dataset).__name__} loads a batch in one call, by its __getitems__"
         return ""
 
-    def _state_to_load(self) -> Any:
-        """The state that the next epoch begins with: one that was loaded, until a batch was returned after it."""
-        return self._loaded if self._position is None or self._position.is_untouched else None
+    # States
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the latest iterator is, counted in batches that were returned.
+    def state_dict(self) -> Any:
+        """Return where the pass is that was asked for a batch last, counted in batches that were returned.
 
-        An ``EpochState`` as a dictionary: the count and, over a dataset with indices, the states of the random
+        If that was dropped before its end, as after a look at a batch, it is the one that was asked before it and is
+        still in use. The state is a dictionary of plain Python objects and tensors: the count, the states of the random
         generators from which the order follows and, for the epoch after it, of those that belong to the loader and its
-        samplers. Over a stream the states of the global RNGs at its beginning and, if it has an exact state of its own,
-        that in each process that reads it. Without worker processes, those of the generators that the dataset holds.
-        With a class behind this one that keeps its own state, that after the latest batch. Random numbers that worker
-        processes draw for augmentation are part of it over such a stream alone; with ``sample_seeds`` they need not be.
+        samplers. Without worker processes, those of the generators that the dataset holds; over a stream that has an
+        exact state of its own, that too. With a class behind this one that keeps its own state, that after the latest
+        batch. Random numbers that worker processes draw for augmentation are no part of it; with ``sample_seeds`` they
+        need not be.
 
         Warns:
-            TurboWarning: If the dataset holds a generator in worker processes whose state is not saved.
+            TurboWarning: If the dataset holds a generator in worker processes whose state is not saved, or a stream has
+                a state of its own there.
         """
-        state = self.epoch_state()
-        if not isinstance(state, EpochState):
-            return state
-        if self._state_to_load() is None:
-            self._warn_of_generators(state)
-        return state.to_dict()
+        progress = self._current()
+        if progress is None or (progress.is_untouched and progress.state is not None):
+            return self._new() if self.loaded is None else self.loaded
+        state = self.describe(progress)
+        if not self.keeps_state and not self.is_stream and not self.num_workers:
+            # A Trainer that knows the length does not ask for the end, and saves the state of its Epoch.
+            state["end_follows"] = state["over"] and not progress.ended and bool(state["start"])
+        return state
 
-    def epoch_state(self) -> Any:
-        """Return what ``state_dict`` is made of: an ``EpochState``, or the state of a class that keeps its own."""
-        assert self._epochs is not None
-        loaded = self._state_to_load()
-        return self._epochs.describe(self, self._position) if loaded is None else loaded
+    def _current(self) -> EpochProgress | None:
+        """Return the progress of the pass whose state is the loader's."""
+        known = [(each(), progress) for each, progress in self.passes]
+        if not known:
+            return None
+        epoch, newest = known[-1]
+        live = [progress for each, progress in known if each is not None and not each.is_over]
+        is_dropped = epoch is None and not self.is_over(newest)
+        return live[-1] if is_dropped and live else newest
 
-    def state_before(self, unused: int) -> dict[str, Any]:
-        """Return what ``state_dict`` gave before the latest batches, of a loader whose class keeps a state of its own.
+    def is_over(self, progress: EpochProgress) -> bool:
+        """Whether all batches of a pass were returned."""
+        return progress.ended or progress.consumed == self.length()
+
+    def length(self) -> int | None:
+        """Return the number of batches of a pass; ``None`` if it is not known."""
+        with same_random_numbers():  # a sampler may draw random numbers to compute its length
+            return length_of(self)
+
+    def _new(self) -> Any:
+        """Return the state of a loader that was not iterated."""
+        behind: Any = super()
+        return behind.state_dict() if self.keeps_state else state_of_new(self)
+
+    def state_of_next(self, again: bool) -> dict[str, Any]:
+        """Return a state with which the pass after the latest one begins.
 
         Args:
-            unused: How many batches were returned and not used, as those that a Trainer has fetched ahead; 2 at most.
+            again: Whether that is the latest one itself, from its beginning.
         """
-        assert isinstance(self._epochs, OwnStateEpochs)
-        return self._epochs.describe(self, self._position, unused)
+        progress = self._current()
+        if progress is None or not progress.start:
+            # A Trainer restores the global RNGs, from which it will be drawn.
+            return {**(self._new() if self.loaded is None else self.loaded), "next": None}
+        state = {**self.describe(progress), "over": True, "next": None}
+        if again:
+            state.update(epoch=progress.number - 1, generators=progress.start["iter"]["own"], held=[])
+        return state
 
-    def _warn_of_generators(self, state: EpochState) -> None:
-        """Warn of generators that the dataset holds in each worker process; those of new processes begin again."""
-        lost = self.num_workers and (self.persistent_workers or not state.over)
-        stream = None if state.over else state.stream
-        if stream is not None and (stream.places or not self.persistent_workers):
-            return  # the processes return their states, or new ones draw from them as the first ones did
-        if lost and not isinstance(self.dataset, SeededDataset) and generators_in(self.dataset):
-            warnings.warn(
-                f"{type(self.dataset).__name__} holds a random generator, of which each worker process has its own, "
-                "whose state is not part of the loader's state: what is drawn from it is not the same in a run that "
-                "goes on from here. Pass sample_seeds=0, with which random numbers follow from the sample.",
-                TurboWarning,
-                stacklevel=3,
-            )
+    def random_at_start(self) -> dict[str, Any]:
+        """Return the global RNGs at the beginning of the latest pass; nothing before one."""
+        progress = self._current()
+        return {} if progress is None or not progress.start else progress.start["iter"]["shared"]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next ``iter()`` go on where ``state_dict`` was taken.
+    def may_begin_with(self, state: Any) -> bool:
+        """Whether the next pass can begin with the state of a whole one of a loader that may have been another."""
+        return is_counted(state) and len(state["generators"]) in (0, len(self.make_order().generators))
+
+    def count_from(self, number: int, ended: bool) -> None:
+        """Count the used samples of a resharded epoch that was loaded as so many batches.
+
+        Args:
+            number: The number of batches.
+            ended: Whether no batches are left.
+        """
+        state: dict[str, Any] = self.loaded  # which a pass may have already
+        state.update(consumed=number, from_batch=number)
+        if ended:
+            state["from_sample"] = state["order"]["length"]
+
+    def describe(self, progress: EpochProgress, unused: int = 0) -> Any:
+        """Return the state of a pass.
+
+        Args:
+            progress: Its progress.
+            unused: How many batches were returned and not used; 2 at most.
+        """
+        if unused > progress.consumed:
+            warn_of_last_pass(unused - progress.consumed)
+        consumed = max(0, progress.consumed - unused)
+        if self.keeps_state:
+            states = [state for number, state in progress.states if number <= consumed]
+            return states[-1] if states else progress.states[-1][1]
+        return state_of(self, progress, consumed, unused)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Store a state: the next pass that begins goes on where it was taken.
 
         A dataset with indices is not asked for what was consumed; an ``IterableDataset`` without a state of its own is
-        run through it, and so is a loader whose class has an ``__iter__`` of its own. That ``iter()`` leaves the global
-        RNGs as they are.
+        run through it, and so is a loader whose class has an ``__iter__`` of its own. The global RNGs stay as they are.
 
         Args:
             state_dict: What ``state_dict`` returned, for a loader with the same dataset and samplers.
@@ -405,81 +501,48 @@ class PrefetchLoader(DataLoader[T]):
             TurboWarning: If the state is of the middle of an epoch, and the loader has another length now, or worker
                 processes return batches as they are ready (``in_order=False``).
         """
-        if EpochState.is_one(state_dict) != self.counts_batches:
+        if self.keeps_state == is_counted(state_dict):
             raise ValueError(
                 f"A state with the keys {sorted(state_dict)} does not belong to {type(self).__name__}. Load the state "
                 "that the same class of loader gave over the same kind of dataset."
             )
-        state: Any = state_dict
-        if self.counts_batches:
-            state = self._reshard(EpochState.from_dict(state_dict))
-        self.close()
-        self._position = None
-        self._loaded = state
+        if not self.keeps_state:
+            check_version(state_dict)
+        self.loaded = state_dict if self.keeps_state else reshard(self, state_dict)
+        self._earlier = [each for each, _ in self.passes if each() is not None]
+        self.passes = []
+        self.asked = None
+        self.has_seeded_workers = self._iterator is not None
 
-    def load_epoch_state(self, state: EpochState) -> None:
-        """Do what ``load_state_dict`` does with a state that is one of this loader already."""
-        self.close()
-        self._position = None
-        self._loaded = state
+    def load_behind(self, state: Any) -> None:
+        """Load a state into the class behind this one."""
+        super().load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def may_begin_with(self, state: Any) -> bool:
-        """Whether the next epoch can begin with the state of a whole one of a loader that may have been another."""
-        assert self._epochs is not None
-        return self._epochs.may_begin_with(self, state)
-
-    def _reshard(self, state: EpochState) -> EpochState:
-        """Return a state of a loader with other ranks, batches or processes as one of this loader, as far as it goes.
-
-        Warn if the number of batches does not determine which samples were used.
-        """
-        assert self._epochs is not None
-        state = self._epochs.reshard(self, state)
-        if not state.consumed or state.over:
-            return state
-        before, now = state.length, length_of(self)
-        why = []
-        if self.num_workers and not getattr(self, "in_order", True):
-            why.append("in_order=False returns batches as they are ready. Leave in_order=False out to go on exactly.")
-        # The length of an order of samples is compared already. Nothing but this is known of a stream.
-        if before is not None and before != now and state.shards is None:
-            why.append(
-                f"The loader had {before} batches then and has {'no length' if now is None else now} now. Go on with "
-                "the same dataset, batch_size and number of ranks, or from a checkpoint of a whole epoch."
-            )
-        for reason in why:
-            warnings.warn(
-                f"The state says that {state.consumed} batches of this epoch were used, but not which ones: samples "
-                f"may be missing or repeated. {reason}",
-                TurboWarning,
-                stacklevel=3,
-            )
-        return state
-
-    def _close_iterator(self, because: str) -> None:
-        live = None if self._live is None else self._live()
-        if live is not None:
-            live.close(because)
-        elif self._background is not None:
-            self._background.close()
+    def ask_behind(self, source: Any) -> Any:
+        """Return a copy of the state of the class behind this one."""
+        ask = getattr(source, "state_dict", None) or super().state_dict  # pyright: ignore[reportAttributeAccessIssue]
+        return copy.deepcopy(ask())
 
     def close(self) -> None:
-        """End the current iterator, its thread and all worker processes, persistent ones too. May be called twice."""
-        self._close_iterator("its loader was closed")
+        """End all iterators, their threads and all worker processes, persistent ones too. May be called twice."""
+        for epoch in self._alive():
+            epoch.close("its loader was closed")
         workers, self._iterator = self._iterator, None
+        self.has_seeded_workers = False
         end_workers(workers)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is under way stays with this loader; a copy begins where it would.
-        own = {"_epochs", "_position", "_live", "_background", "_threaded", "_lists"}
-        own |= {"_limit", "_is_owner", "_epoch", "_made_of"}
+        own = {"asked", "passes", "_earlier", "_order", "_pool", "profile", "_limit", "_epoch", "_made_of"}
         state = {name: value for name, value in vars(self).items() if name not in own}
-        return {**state, "_iterator": None, "_loaded": self._state_to_load()}
+        current = self._current()
+        is_begun = current is not None and not current.is_untouched
+        return {**state, "_iterator": None, "loaded": None if is_begun else self.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # By their names, as DataLoader lets nobody set some of them.
         vars(self).update(state)
-        self._reset_epochs(state["_loaded"])
+        self._reset(state["loaded"], state["next_number"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         behind = getattr(type(self), "_behind_class", None)
@@ -488,36 +551,16 @@ class PrefetchLoader(DataLoader[T]):
         return blank, (PrefetchLoader, behind), self.__getstate__()
 
 
-def with_workers(loader: DataLoader[Any], number: int, *, persistent: bool | None = None) -> Any:
-    """Return a copy of a loader with so many worker processes, which stay from epoch to epoch as it or the caller says.
-
-    A ``DataLoader`` refuses some of these changes once it is made; a copy that nobody iterates has no workers yet.
-    """
-    twin = copy_loader(loader)
-    if number:
-        twin.prefetch_factor = twin.prefetch_factor or 2
-    else:  # what a loader without workers refuses
-        twin.multiprocessing_context = twin.prefetch_factor = None
-        twin.timeout = 0
-    # What was found out where processes load does not hold where this one does, and the other way round.
-    if isinstance(twin, PrefetchLoader):
-        twin._profile = LoadProfile()
-    stays = twin.persistent_workers if persistent is None else persistent
-    # By its name, as DataLoader lets nobody set it once it is made.
-    vars(twin)["persistent_workers"] = stays and number > 0
-    twin.num_workers = number
-    return twin
-
-
-def _leave(
-    workers: Any, threaded: ThreadedDataset | None, put_back: Callable[[Position], None] | None, position: Position
-) -> None:
-    """Let go of an iterator: end its processes and threads, and put back what its sampler drew ahead."""
-    end_workers(workers)
-    if threaded is not None:
-        threaded.close()
-    if put_back is not None:
-        put_back(position)
+@contextlib.contextmanager
+def _standing_in(loader: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Give a loader other attributes for the length of the block."""
+    own = {name: getattr(loader, name) for name in given}
+    # By their names, as DataLoader lets nobody set some of them.
+    vars(loader).update(given)
+    try:
+        yield
+    finally:
+        vars(loader).update(own)
 
 
 def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader[Any]]:
@@ -525,6 +568,61 @@ def prefetching(cls: type[DataLoader[Any]]) -> type[PrefetchLoader[Any]]:
     if issubclass(cls, PrefetchLoader):
         return cls
     return PrefetchLoader if cls is DataLoader else make_class(PrefetchLoader, cls)
+
+
+def seed_samples(loader: DataLoader[Any], seed: int) -> PrefetchLoader[Any]:
+    """Return a loader like ``loader`` whose random numbers belong to the samples, whichever process loads them.
+
+    Before a sample is loaded, the generators of torch (CPU), Python and NumPy in that process are seeded from ``seed``,
+    the epoch and the index of the sample; before ``collate_fn`` is called, from ``seed``, the epoch and the number of
+    the batch. So is what the dataset and its transforms hold: generators of the three, and objects with a method
+    ``set_random_seed(seed)``, as the transforms of Albumentations 2, or ``set_random_state(seed=)``, as MONAI's.
+    Augmentation is then the same for any ``num_workers`` and start method, and after a restart. In the training process
+    the generators of the process are put back afterwards.
+
+    The epoch is that of the sampler if it has ``set_epoch`` and ``epoch``, as ``DistributedSampler`` has; Lightning
+    sets it. With other samplers each pass is one epoch, counted from 0.
+
+    Args:
+        loader: A ``DataLoader`` of any class, over a dataset with ``__getitem__``. It is not changed; its dataset and
+            samplers are shared.
+        seed: An integer from 0 to ``2**32 - 1``.
+
+    Returns:
+        A ``PrefetchLoader`` that inherits from the class of ``loader``, with ``sample_seeds=seed``.
+
+    Raises:
+        TypeError: If ``loader`` is not a ``DataLoader`` or has an ``IterableDataset``, or ``seed`` is not an integer;
+            while it is iterated, if the sampler yields something else than indices, or a ``set_random_state`` takes no
+            ``seed``.
+        ValueError: If ``seed`` is out of range.
+
+    Note:
+        A dataset with ``__getitems__`` loads a batch in one call: its numbers follow from the index of the first
+        sample, and so from the batches too, unless it calls ``seed_sample(index)`` before it draws for a sample, as
+        ``PatchDataset`` does. CUDA's generators are not seeded.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> class Noise(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 4
+        ...     def __getitem__(self, index):
+        ...         return torch.rand(1)
+        >>> alone, batched = (seed_samples(DataLoader(Noise(), batch_size=size), seed=1) for size in (1, 4))
+        >>> torch.equal(torch.cat(list(alone)), next(iter(batched)))
+        True
+
+    Source: The keys of Grain and of JAX's random numbers; ``set_rnd`` in ``monai.data.utils``.
+    """
+    expect(isinstance(loader, DataLoader), "loader", loader, "a torch.utils.data.DataLoader", TypeError)
+    return PrefetchLoader.of(
+        loader,
+        prefetch_batches=getattr(loader, "prefetch_batches", DEPTH),
+        threads=getattr(loader, "threads", 1),
+        transfer=getattr(loader, "transfer", None),
+        sample_seeds=check_seed(seed),
+    )
 
 
 PrefetchLoader.__init__.__signature__ = merge_signatures(PrefetchLoader, DataLoader)

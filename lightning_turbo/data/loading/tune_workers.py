@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo._checks import check_functions, expect, is_number, is_whole
 from lightning_turbo._machine import count_cores
-from lightning_turbo._random import attributes_of, generators_in, same_random_numbers
+from lightning_turbo._random import attributes_of, generators_in, is_a, same_random_numbers
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.data.loading.resumable_sampler import generators_of, samplers_in
-from lightning_turbo.data.loading.spawned import error_of, start_method
-from lightning_turbo.data.loading.torch_workers import end_workers, is_timeout
+from lightning_turbo.data.loading.order import samplers_in
+from lightning_turbo.data.loading.subclass import copy_loader
+from lightning_turbo.data.loading.torch_side import end_workers, is_timeout, start_method
 
-__all__ = ["WorkerTuning", "tune_workers", "why_not_processes"]
+__all__ = ["WorkerTuning", "tune_workers"]
 
 LATE = "too late"
 
@@ -77,16 +77,15 @@ def tune_workers(
         The choice; its ``settings`` are keyword arguments for a ``DataLoader``.
 
     Raises:
-        TypeError: If ``make_loader``, ``step`` or ``show`` cannot be called.
+        TypeError: If ``make_loader``, ``step`` or ``show`` cannot be called, or a sampler cannot be copied.
         ValueError: If a number is out of range.
         RuntimeError: If nothing gave a batch; its message lists the error for each number.
 
     Note:
-        Starts and ends worker processes; none is left. Copies of the samplers are measured, so that the samplers stay
-        where they are; one that cannot be copied is an error. The global RNGs, and those that the loader, its samplers
-        and its dataset hold, are restored; whatever else a dataset counts is not. Worker processes that give no batch
-        in time are ended, and the search with them; at ``num_workers=0`` a batch that was begun is waited for. An error
-        of ``step`` is raised.
+        Starts and ends worker processes; none is left. The global RNGs, and those that the loader and its dataset hold,
+        are restored, and copies of the samplers are iterated. Worker processes that give no batch in time are ended,
+        and the search with them; at ``num_workers=0`` a batch that was begun is waited for. An error of ``step`` is
+        raised.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -146,18 +145,15 @@ def _measure(make_loader: Any, step: Callable[[Any], Any], end: float, parts: in
     loader = make_loader(num_workers=num_workers)
     what = "a function that returns a DataLoader; where something wraps it, the one inside, without the wrapper"
     expect(isinstance(loader, DataLoader), "make_loader", type(loader).__name__, what, TypeError)
+    loader = copy_loader(loader)  # it may be one that others iterate
     if num_workers:
         loader.timeout = left
-    # Not by ``or``, which would ask it for a length.
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    held = [*generators_of(loader.generator, sampler), *generators_in(loader.dataset)]
-    try:
-        copies = _copy_samplers(loader, held)
-    except Exception as error:  # whatever a sampler raises
-        return f"its sampler cannot be copied, {type(error).__name__}: {error}".splitlines()[0]
     times: list[float] = []
     until = float("inf")
-    with same_random_numbers(held), _sampled_by(loader, copies), contextlib.closing(_repeat(loader)) as batches:
+    _copy_samplers(loader)
+    held = [] if loader.generator is None else [loader.generator]
+    held += generators_in(loader.dataset)
+    with same_random_numbers(held), contextlib.closing(_repeat(loader)) as batches:
         while not times or time.monotonic() < until:
             began = time.monotonic()
             try:
@@ -180,23 +176,22 @@ def _nothing(batch: Any) -> None:
     """Do nothing with a batch."""
 
 
-def _copy_samplers(loader: Any, generators: list[Any]) -> dict[str, Any]:
-    """Return copies of a loader's samplers by their names; they share with them the generators, and the datasets."""
-    samplers = {name: vars(loader)[name] for name in ("batch_sampler", "sampler") if name in vars(loader)}
-    parts = [part for each in samplers.values() for one in samplers_in(each) for part in attributes_of(one).values()]
-    shared = [loader.dataset, *generators, *(part for part in parts if isinstance(part, Dataset))]
-    return copy.deepcopy(samplers, {id(each): each for each in shared})
-
-
-@contextlib.contextmanager
-def _sampled_by(loader: Any, samplers: dict[str, Any]) -> Iterator[None]:
-    """Give a loader other samplers inside the block. By their names, as DataLoader lets nobody set them later."""
-    before = {name: vars(loader)[name] for name in samplers}
-    vars(loader).update(samplers)
+def _copy_samplers(loader: Any) -> None:
+    """Give a loader samplers of its own, so that those which it shares with others stay where they are."""
+    found = samplers_in(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    attributes = [value for each in found for value in attributes_of(each).values()]
+    data = [loader.dataset, loader.generator, *(each for each in attributes if is_a(each, Dataset))]
+    shared = {id(each): each for each in data}
     try:
-        yield
-    finally:
-        vars(loader).update(before)
+        copies = {name: copy.deepcopy(getattr(loader, name), shared) for name in ("sampler", "batch_sampler")}
+    except Exception as error:  # whatever a sampler raises
+        raise TypeError(
+            f"make_loader: expected a loader whose sampler can be copied, because measuring would move it; "
+            f"copy.deepcopy raised {type(error).__name__}: {error}. Leave out of it what cannot be copied, as an open "
+            "file, or set num_workers yourself."
+        ) from error
+    # By their names, as DataLoader lets nobody set them once it is made.
+    vars(loader).update(copies)
 
 
 def _repeat(loader: Any) -> Generator[Any, None, None]:
@@ -212,19 +207,3 @@ def _repeat(loader: Any) -> Generator[Any, None, None]:
             yield from iterator
     finally:
         loader.close() if isinstance(loader, PrefetchLoader) else end_workers(iterator)
-
-
-def why_not_processes(dataset: Any) -> str:
-    """Return why worker processes might not load what this process loads; empty if nothing speaks against them."""
-    if isinstance(dataset, IterableDataset):
-        return (
-            f"{type(dataset).__name__} is an IterableDataset, and with another number of processes it gives other "
-            "batches: each sample several times, if it does not divide its data among them."
-        )
-    error = error_of(dataset, forked=start_method() == "fork")
-    if error is not None:
-        return (
-            f"the dataset holds something that processes cannot share, as an open file or a connection ({error}). "
-            "Open it in each process, at the first sample."
-        )
-    return ""

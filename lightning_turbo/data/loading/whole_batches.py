@@ -12,7 +12,7 @@ from torch.utils.data import StackDataset, Subset, TensorDataset, default_collat
 
 from lightning_turbo.data.packed.packed_dataset import PackedDataset
 
-__all__ = ["WholeBatches", "as_it_is", "has_whole_batches"]
+__all__ = ["WholeBatches", "as_it_is", "has_whole_batches", "is_quiet"]
 
 # What default_collate makes of samples can be changed by who adds to its table of functions.
 _COLLATED_BY = default_collate.__globals__.get("default_collate_fn_map", {})
@@ -81,6 +81,21 @@ def has_whole_batches(loader: Any) -> bool:
     """
     collates = loader.collate_fn is default_collate and loader._auto_collation
     return collates and _is_known(loader.dataset) and _is_torchs_own()
+
+
+def is_quiet(loader: Any) -> bool:
+    """Whether to load a batch runs no code of the user's, and draws no random numbers."""
+    return has_whole_batches(loader) and not _transforms(loader.dataset)
+
+
+def _transforms(dataset: Any) -> bool:
+    """Whether a dataset of arrays has a transform; only a ``PackedDataset`` may."""
+    if isinstance(dataset, Subset):
+        return _transforms(dataset.dataset)
+    if isinstance(dataset, StackDataset):
+        parts: Any = dataset.datasets
+        return any(map(_transforms, parts.values() if isinstance(parts, dict) else parts))
+    return isinstance(dataset, PackedDataset) and dataset.transform is not None
 
 
 def _is_torchs_own() -> bool:

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo._checks import check_count, check_functions, check_switches, expect, is_list, is_whole
 from lightning_turbo._optional import require
-from lightning_turbo.data.loading.spawned import check_workers_can_start
 from lightning_turbo.data.packed.intensities import describe_intensities, draw_intensities
 from lightning_turbo.data.packed.rows import Encoded, RowWriter, encode_row
 from lightning_turbo.data.packed.structure import to_json
@@ -199,7 +198,6 @@ class Packing:
             encoder, None, sampler=left, num_workers=self.workers, collate_fn=_same, generator=torch.Generator(),
             worker_init_fn=_end_with_parent,
         )  # fmt: skip
-        check_workers_can_start(loader)
         for loaded in loader:
             try:
                 writer.append(loaded if isinstance(loaded, str) else encoder.check(loaded, writer.done))

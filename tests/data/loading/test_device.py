@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_turbo._pytree import move_batch, tensors_in
+from lightning_turbo._pytree import move_batch
 from lightning_turbo.data import DevicePrefetcher, DeviceTransfer, PrefetchLoader
 from lightning_turbo.data.loading.prefetcher import PrefetchIterator
 from lightning_turbo.errors import NoEffectWarning
@@ -58,6 +58,18 @@ BATCHES = {
 }
 
 
+def tensors_in(part):
+    """Return the tensors in a batch, also in the attributes of its objects."""
+    if isinstance(part, torch.Tensor):
+        return [part]
+    if isinstance(part, (list, tuple)):
+        parts = part
+    else:
+        items = part.values() if isinstance(part, dict) else ()
+        parts = [*items, *getattr(part, "__dict__", {}).values()]
+    return [tensor for each in parts for tensor in tensors_in(each)]
+
+
 @pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
 def test_any_structure_is_moved_and_kept(make):
     batch = make()
@@ -83,7 +95,7 @@ def test_any_structure_is_moved_and_kept(make):
 
 def test_on_the_cpu_it_hands_out_the_loaders_batches():
     prefetcher = DevicePrefetcher(PrefetchLoader(range(6), 2), "cpu")
-    assert type(iter(prefetcher)) is PrefetchIterator
+    assert isinstance(iter(prefetcher), PrefetchIterator)
     assert [b.tolist() for b in prefetcher] == [[0, 1], [2, 3], [4, 5]]
     batches = [one(), one()]
     assert [a is b for a, b in zip(DevicePrefetcher(batches, "cpu"), batches, strict=True)] == [True, True]
@@ -152,7 +164,7 @@ def test_so_many_batches_are_ahead_and_the_state_counts_those_handed_out():
     iterator = on_lane(range(20), lane)
     for n in range(20):
         assert next(iterator) == n
-        assert iterator.position.consumed == n + 1
+        assert iterator.progress.consumed == n + 1
         assert len(lane.sent) <= n + 1 + 3
     for _ in range(2):
         with pytest.raises(StopIteration):
@@ -195,7 +207,7 @@ def test_an_interrupt_while_a_batch_is_sent_ahead_comes_at_once():
     iterator, got = on_lane(range(20), Interrupted(3)), []
     with pytest.raises(KeyboardInterrupt):
         got.extend(item for item in iterator if got.append(item))
-    assert iterator.position.consumed == len(got) < 5
+    assert iterator.progress.consumed == len(got) <= 5
     with pytest.raises(RuntimeError, match="a KeyboardInterrupt stopped it"):
         next(iterator)
 

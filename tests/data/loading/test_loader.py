@@ -2,7 +2,6 @@
 
 import inspect
 import multiprocessing
-import os
 import random
 import threading
 import time
@@ -16,21 +15,15 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
-    Subset,
     WeightedRandomSampler,
-    random_split,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading import background
-from lightning_turbo.data.loading.loader import with_workers
-from lightning_turbo.errors import NoEffectWarning, TurboWarning
+from lightning_turbo.errors import NoEffectWarning
 from tests.data.samples import Custom, Rows, Stream, seeded, take, values
 
 pytestmark = [
@@ -134,19 +127,13 @@ def augmented():
     return Rows(12, lambda index: (torch.rand(2) + index, random.random(), np.random.rand()))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_random_augmentation_is_that_of_the_plain_loader(threads, capfd):
+def test_random_augmentation_is_that_of_the_plain_loader():
     settings = {"batch_size": 3, "shuffle": True}
-    with pytest.warns(NoEffectWarning, match="torch and random and numpy"):
-        ours = epochs(PrefetchLoader, augmented(), {**settings, "threads": threads})
+    with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
+        ours = epochs(PrefetchLoader, augmented(), settings)
     assert ours == epochs(DataLoader, augmented(), settings)
     settings.update(num_workers=1, multiprocessing_context="fork")
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")  # the worker inherits it
-        warnings.showwarning = lambda message, *_: os.write(2, str(message).encode())
-        ours = epochs(PrefetchLoader, augmented(), {**settings, "threads": threads})
-    assert ours == epochs(DataLoader, augmented(), settings)
-    assert ("One thread loads instead of threads=3" in capfd.readouterr().err) == (threads == 3)
+    assert epochs(PrefetchLoader, augmented(), settings) == epochs(DataLoader, augmented(), settings)
 
 
 class Jittered(Rows):
@@ -167,8 +154,8 @@ class Jittered(Rows):
 )
 def test_a_dataset_with_a_generator_of_its_own_is_loaded_by_one_thread(make):
     settings = {"batch_size": 2, "shuffle": True}
-    with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
-        ours = epochs(PrefetchLoader, Jittered(make(0)), {**settings, "threads": 3})
+    with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
+        ours = epochs(PrefetchLoader, Jittered(make(0)), settings)
     assert ours == epochs(DataLoader, Jittered(make(0)), settings)
 
 
@@ -179,8 +166,8 @@ def test_a_dataset_that_draws_from_its_second_batch_on_is_loaded_by_one_thread()
         loaders.add(threading.current_thread())
         return index if index < 4 else index + torch.rand(()).item()
 
-    with pytest.warns(NoEffectWarning, match="global RNG of torch"):
-        ours = epochs(PrefetchLoader, Rows(24, load), {"batch_size": 4, "threads": 3})
+    with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
+        ours = epochs(PrefetchLoader, Rows(24, load), {"batch_size": 4})
     assert loaders == {threading.main_thread()}
     assert ours == epochs(DataLoader, Rows(24, load), {"batch_size": 4})
 
@@ -202,37 +189,10 @@ def noise(index):
 
 
 def test_what_draws_is_found_out_for_worker_processes_and_for_this_one():
+    assert len(list(PrefetchLoader(Rows(24, noise), 4, num_workers=1))) == 6
     loader = PrefetchLoader(Rows(24, noise), 4)
-    assert len(list(with_workers(loader, 1))) == 6
-    with pytest.warns(NoEffectWarning, match="Loading a batch draws from the global RNG of torch"):
+    with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
         list(loader)
-
-
-def test_a_thread_that_comes_back_late_leaves_those_of_the_next_epoch_alone(monkeypatch):
-    stalls, gate = [12], threading.Event()
-
-    def load(index):
-        time.sleep(0.01)
-        if index in stalls:
-            stalls.clear()
-            gate.wait(30)
-            time.sleep(0.1)
-        return index
-
-    monkeypatch.setattr(background, "JOIN_TIMEOUT", 0.05)
-    loader = PrefetchLoader(Rows(120, load), batch_size=6, threads=2)
-    first = iter(loader)
-    take(first, 2)
-    thread = first.background.thread
-    while stalls:
-        time.sleep(0.01)
-    with pytest.warns(TurboWarning, match="still waits for the next"):
-        second = iter(loader)
-    take(second, 4)
-    gate.set()
-    thread.join(30)
-    assert len(list(second)) == 16
-    loader.close()
 
 
 def set_attribute(worker_id):
@@ -287,81 +247,6 @@ def test_it_is_a_dataloader_with_its_constructor():
     assert PrefetchLoader[torch.Tensor].__origin__ is PrefetchLoader  # generic, as DataLoader is
 
 
-def test_persistent_workers_survive_a_break_and_serve_the_newest_iterator():
-    loader = PrefetchLoader(range(40), 2, num_workers=1, persistent_workers=True)
-    first = iter(loader)
-    take(first, 3)
-    worker = multiprocessing.active_children()
-    assert values(loader) == [[n, n + 1] for n in range(0, 40, 2)]
-    with pytest.raises(RuntimeError, match="it was followed by another iter"):
-        next(first)
-    assert multiprocessing.active_children() == worker
-    loader.close()
-    assert not multiprocessing.active_children()
-
-
-def test_a_sampler_that_draws_from_shared_generators_is_named():
-    class Drawing(Sampler):
-        def __len__(self):
-            return 20
-
-        def __iter__(self):
-            return (random.randrange(20) for _ in range(20))
-
-    loader = PrefetchLoader(range(20), batch_size=2, sampler=Drawing(), num_workers=1)
-    with pytest.warns(NoEffectWarning, match="the indices .* (generator|RNG) of random.*Give the sampler"):
-        assert len(list(loader)) == 10
-
-
-SHARED = {
-    "itself": lambda data: (data, data),
-    "halves": lambda data: random_split(data, [10, 10]),
-    "a half of a half": lambda data: (data, Subset(Subset(data, range(10)), range(5))),
-    "a half beside a whole": lambda data: (Subset(data, range(10)), data),
-}
-
-
-@pytest.mark.parametrize("split", SHARED.values(), ids=SHARED)
-def test_loaders_that_share_a_dataset_load_in_turns(split):
-    """As those of a file that is opened once: two threads must not be inside at the same time."""
-    inside = threading.Lock()
-
-    def load(index):
-        assert inside.acquire(blocking=False), "two threads read at once"
-        time.sleep(0.002)
-        inside.release()
-        return index
-
-    one, other = (PrefetchLoader(part, 1, prefetch_batches=4) for part in split(Rows(20, load)))
-    in_turns(one, other)
-
-
-def test_streams_that_share_a_file_are_opened_in_turns_too():
-    inside = threading.Lock()
-
-    class Opened(IterableDataset):
-        def __iter__(self):
-            return map(self.read, [self.read(index) for index in range(10)])
-
-        def read(self, index):
-            assert inside.acquire(blocking=False), "two threads read at once"
-            time.sleep(0.002)
-            inside.release()
-            return index
-
-        def __len__(self):
-            return 10
-
-    in_turns(PrefetchLoader(Opened(), 1), PrefetchLoader(Opened(), 1))
-
-
-def in_turns(one, other):
-    first = iter(one)
-    take(first, 2)
-    assert len(list(other)) == len(other)  # while the thread of the first is at work
-    assert len(list(first)) == len(one) - 2
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("make", [
     lambda: PrefetchLoader(Stream(), 4), lambda: PrefetchLoader.of(StatefulDataLoader(Rows(12), 4)),
@@ -372,5 +257,41 @@ def test_who_looks_at_batches_in_the_middle_of_an_epoch_takes_none_of_it(make):
     whole, loader = [flat(batch) for batch in make()], make()
     iterator = iter(loader)
     first = flat(next(iterator))
-    assert len([flat(batch) for batch in loader._beside()]) == len(whole)
+    assert len([flat(batch) for batch in loader]) == len(whole)
     assert [first, *(flat(batch) for batch in iterator)] == whole
+
+
+def test_persistent_workers_survive_a_break_and_serve_one_pass_at_a_time():
+    """A pass beside another has processes of its own, which end with it."""
+    loader = PrefetchLoader(range(40), 2, num_workers=1, persistent_workers=True)
+    expected = [[n, n + 1] for n in range(0, 40, 2)]
+    take(iter(loader), 3)
+    workers = set(multiprocessing.active_children())
+    first = iter(loader)
+    seen = take(first, 3)
+    assert set(multiprocessing.active_children()) == workers
+    second = iter(loader)
+    assert take(second, 3) == expected[:3]
+    others = set(multiprocessing.active_children()) - workers
+    assert len(others) == 1
+    assert seen + values(first) == expected
+    second.close()
+    assert values(loader) == expected
+    assert set(multiprocessing.active_children()) == workers
+    loader.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_loader_in_use_may_be_asked_for_other_passes_and_each_keeps_its_place():
+    loader = PrefetchLoader(range(20), 2, shuffle=True, generator=seeded(1))
+    iterators = [iter(loader) for _ in range(3)]
+    seen = [take(each, count) for each, count in zip(iterators, (4, 2, 3), strict=True)]
+    states = [each.state_dict() for each in iterators]
+    assert [state["consumed"] for state in states] == [4, 2, 3]
+    assert loader.state_dict()["consumed"] == 3  # of the one that was asked last
+    for batches, each, state in zip(seen, iterators, states, strict=True):
+        rest = values(each)
+        assert sorted(number for batch in batches + rest for number in batch) == list(range(20))
+        again = PrefetchLoader(range(20), 2, shuffle=True, generator=seeded(9))
+        again.load_state_dict(state)
+        assert values(again) == rest

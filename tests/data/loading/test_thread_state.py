@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo.data import PrefetchLoader
+from lightning_turbo.data import PrefetchIterator, PrefetchLoader
 from lightning_turbo.data.loading.thread_state import ThreadState, add_thread_note
-from tests.data.loading.iterators import for_a_thread
 from tests.data.samples import Rows
 
 variable = contextvars.ContextVar("variable", default="none")
@@ -39,7 +38,7 @@ def test_the_callers_modes_reach_the_thread(context):
     variable.set("mine")
     with context():
         here = modes()
-        got = list(for_a_thread(modes() for _ in range(6)))
+        got = list(PrefetchIterator(modes() for _ in range(6)))
     assert got == [here] * 6
     assert here != modes()
 

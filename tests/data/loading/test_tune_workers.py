@@ -2,17 +2,18 @@
 
 import functools
 import importlib
-import multiprocessing
 import random
+import threading
 import time
 import warnings
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo.data import DevicePrefetcher, PrefetchLoader, tune_workers
-from tests.data.samples import Rows, Stream
+from tests.data.samples import Rows, Stream, values
 
 module = importlib.import_module("lightning_turbo.data.loading.tune_workers")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -109,51 +110,6 @@ def test_random_generators_are_put_back_and_the_step_is_measured():
     assert (random.getstate(), own.getstate()) == expected[2:]
 
 
-class InPlace(Sampler):
-    """Shuffles its own list, and counts its passes."""
-
-    def __init__(self, length):
-        self.order, self.passes, self.random = list(range(length)), 0, random.Random(0)
-
-    def __len__(self):
-        return len(self.order)
-
-    def __iter__(self):
-        self.passes += 1
-        self.random.shuffle(self.order)
-        return iter(self.order)
-
-
-@pytest.mark.parametrize("cls", [DataLoader, PrefetchLoader])
-@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
-def test_samplers_stay_where_they_are(cls, name):
-    sampler = InPlace(8)
-    given = {"sampler": sampler, "batch_size": 4}
-    if name == "batch_sampler":
-        given = {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
-    loader = cls(range(8), **given)  # the same one for each measurement
-    seen = []
-    tune_workers(lambda num_workers: loader, seconds=0.3, max_workers=0, show=None, step=seen.append)
-    assert len(seen) > 4, "several passes"
-    assert (sampler.passes, sampler.order) == (0, list(range(8)))
-    assert [batch.tolist() for batch in loader] == [
-        batch.tolist() for batch in DataLoader(range(8), 4, False, InPlace(8))
-    ]
-
-
-class OfAFile(InPlace):
-    def __init__(self, length):
-        super().__init__(length)
-        self.lines = (line for line in "ab")
-
-
-def test_a_sampler_that_cannot_be_copied_is_refused():
-    with pytest.raises(
-        RuntimeError, match="num_workers=0: its sampler cannot be copied, TypeError: cannot pickle 'gen"
-    ):
-        tune_workers(maker(range(8), sampler=OfAFile(8)), seconds=0.5, max_workers=0, show=None)
-
-
 def test_workers_that_cannot_be_started_are_refused():
     class Local(Rows):
         pass
@@ -179,19 +135,74 @@ def test_errors_of_loading_are_reported():
         tune_workers(maker(Rows(9, bad)), seconds=2, max_workers=0, show=None)
 
 
-class Holding:
-    """A dataset as many are written: it holds a function, and what all processes share."""
+class InPlace(Sampler):
+    """Shuffles its own list."""
 
-    def __init__(self):
-        self.transform = lambda sample: sample
-        self.shared = multiprocessing.Value("i", 0)
+    def __init__(self, data):
+        self.data, self.order, self.own = data, list(range(len(data))), random.Random(0)
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        self.own.shuffle(self.order)
+        return iter(self.order)
 
 
-@pytest.mark.parametrize(("method", "why"), [("fork", ""), ("spawn", "processes cannot share")])
-def test_what_a_forked_process_has_anyway_speaks_against_no_processes(method, why, monkeypatch):
-    monkeypatch.setattr(module, "start_method", lambda: method)
-    found = module.why_not_processes(Holding())
-    assert (why in found) if why else not found
+class Counting(InPlace):
+    """Counts its passes."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(torch.randperm(len(self), generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+
+class WithState(Counting):
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes = state["passes"]
+
+
+SAMPLERS = {
+    "shuffles in place": InPlace,
+    "counts its passes": Counting,
+    "has a state": WithState,
+    "draws from its generator": lambda data: RandomSampler(data, generator=torch.Generator().manual_seed(3)),
+    "has an epoch": lambda data: DistributedSampler(data, 2, 0),
+    "in a batch sampler": lambda data: BatchSampler(InPlace(data), 4, drop_last=False),
+}
+
+
+@pytest.mark.parametrize("cls", [DataLoader, PrefetchLoader])
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_samplers_stay_where_they_are(make, cls):
+    def order(measured):
+        sampler = make(Rows(24))
+        is_batched = isinstance(sampler, BatchSampler)
+        which = {"batch_sampler": sampler} if is_batched else {"sampler": sampler, "batch_size": 4}
+        if measured:
+            tune_workers(lambda **more: cls(Rows(24), **which, **more), seconds=0.2, max_workers=0, show=None)
+        loader = DataLoader(Rows(24), **which)
+        return [values(loader) for _ in range(2)]
+
+    assert order(measured=True) == order(measured=False)
+
+
+def test_a_sampler_that_cannot_be_copied_is_refused_and_its_data_is_not_copied():
+    class Uncopied(Rows):
+        def __deepcopy__(self, memo):
+            raise AssertionError
+
+    data = Uncopied(24)
+    sampler = InPlace(data)
+    tune_workers(maker(data, sampler=sampler), seconds=0.2, max_workers=0, show=None)
+    sampler.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"expected a loader whose sampler can be copied.*_thread.lock"):
+        tune_workers(maker(data, sampler=sampler), seconds=0.2, max_workers=0, show=None)
 
 
 class WithoutLength(Sampler):

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading.epoch_state import used_states
-from lightning_turbo.data.loading.resumable_sampler import generators_of
+from lightning_turbo.data.loading.order import generators_of
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
 from tests.data.samples import Rows, saved, seeded, take, values
 
@@ -109,16 +108,15 @@ def test_a_batch_that_a_trainer_had_fetched_and_not_used_is_loaded_as_it_was(kin
 
     def run(resume):
         first = KINDS[kind](MAKE["PCG64"])
-        with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+        with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
             seen = take(iterated := iter(first), 4)
         first.dataset.transforms[0]["noise"].normal()
         if not resume:
             return seen + values(iterated) + values(first)
-        state = first.state_dict()
-        (state,) = used_states([state], over=False, used=3)
+        state = iterated.state_dict(unused=1)
         again = KINDS[kind](MAKE["PCG64"])
         again.load_state_dict(saved(state))
-        with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+        with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
             return seen[:3] + values(again) + values(again)
 
     assert run(resume=True) == run(resume=False)
@@ -160,7 +158,7 @@ def started(generator):
 def test_a_generator_is_found_wherever_a_transform_keeps_it(load):
     plain = DataLoader(Rows(2 * LENGTH, load(MAKE["PCG64"]())), 2)
     ours = PrefetchLoader(Rows(2 * LENGTH, load(MAKE["PCG64"]())), 2)
-    with pytest.warns(NoEffectWarning, match="generator that the dataset holds"):
+    with pytest.warns(NoEffectWarning, match="loading draws random numbers"):
         assert take(iter(ours), 3) == take(iter(plain), 3)
     assert values(ours) == values(plain)
 
@@ -246,15 +244,6 @@ def test_an_order_of_ten_thousand_million_entries_is_drawn_as_it_is_needed(order
     assert take(again, 5) == expected[used:]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_states_of_a_samplers_generator_are_let_go(workers):
-    loader = PrefetchLoader(Rows(1000), 1, sampler=Endless(), num_workers=workers)
-    iterator = iter(loader)
-    take(iterator, 300)
-    assert len(loader._index_sampler._recorded) <= 12  # those of what is loaded ahead
-    loader.close()
-
-
 def test_generators_of_a_dataset_that_lightning_keeps_with_a_samplers_arguments_are_not_the_samplers():
     class Noisy(torch.utils.data.Dataset):
         def __init__(self):
@@ -267,22 +256,3 @@ def test_generators_of_a_dataset_that_lightning_keeps_with_a_samplers_arguments_
     batches = BatchSampler(sampler, 2, drop_last=False)
     setattr(batches, "__pl_saved_args", (sampler, 2, False))  # as Lightning does in its hooks
     assert generators_of(None, batches) == []
-
-
-@pytest.mark.parametrize(("epoch", "workers"), [(None, 0), (0, 0), (5, 0), (None, 1)])
-def test_a_pass_that_gave_no_batch_has_the_seeds_of_its_samples_again_unless_another_epoch_is_set(epoch, workers):
-    def make(workers=0):
-        own = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-        return PrefetchLoader(Rows(4, lambda index: torch.rand(2)), 2, sample_seeds=3, **own)
-
-    def set_epoch(loader):
-        for sampler in () if epoch is None else loader._index_sampler._with_epochs:
-            sampler.set_epoch(epoch)
-
-    wanted, loader = make(), make(workers)
-    set_epoch(wanted)
-    iter(loader)
-    set_epoch(loader)
-    passes = [[values(each) for _ in range(2)] for each in (loader, wanted)]
-    assert passes[0] == passes[1]
-    assert passes[0][0] != passes[0][1]

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_turbo.data import PackedDataset, PatchDataset, PrefetchLoader, SeededSampler, pack
-from lightning_turbo.data.loading.loader import prefetching
+from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Lazy, saved, seeded, take, values
 
 LENGTH = 29
@@ -81,7 +81,6 @@ def test_lives_of_other_ranks_and_batches_make_one_epoch(make, lives):
     assert len(seen + more) - LENGTH == -(LENGTH - len(seen)) % ranks
 
 
-@pytest.mark.filterwarnings("ignore:Loading a batch draws")
 @pytest.mark.parametrize("kind", ["packed", "patches"])
 def test_packed_data_and_patches_are_the_same_with_other_ranks(kind, tmp_path):
     volumes = torch.arange(4.0 * 6**3).reshape(4, 6, 6, 6).numpy()
@@ -125,24 +124,37 @@ def test_the_last_samples_are_left_out_as_in_an_epoch_from_its_beginning(first, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_is_run_through_and_one_without_batches_go_on_too(workers):
-    def in_pairs(sampler=None, batch_size=2):
-        return prefetching(Mine)(range(LENGTH), batch_size, sampler=sampler or SeededSampler(range(LENGTH), 4))
-
-    class Mine(torch.utils.data.DataLoader):
-        def __iter__(self):
-            return iter(list(super().__iter__()))
-
+def test_a_loader_without_batches_goes_on_too(workers):
     whole, _ = run(loaders(seeded_sampler, 1, 1), None)
-    first = in_pairs()
-    first.sampler.set_epoch(1)
-    seen = take(iter(first), 3)
-    second = in_pairs(batch_size=5)
-    second.load_state_dict(first.state_dict())
-    assert [index for batch in seen + values(second) for index in batch] == whole
+    first = loaders(seeded_sampler, 1, 2)[0]
+    take(iter(first), 3)
     single = PrefetchLoader(range(LENGTH), None, sampler=SeededSampler(range(LENGTH), 4), num_workers=workers)
     single.load_state_dict(first.state_dict())
     assert [int(index) for index in single] == whole[6:]
+
+
+class Mine(DataLoader):
+    def __iter__(self):
+        return iter(list(super().__iter__()))
+
+
+def test_a_class_with_an_iter_of_its_own_goes_on_with_the_same_batches_and_says_so_with_others():
+    first, same, other = (PrefetchLoader.of(Mine(range(LENGTH), size, shuffle=True)) for size in (2, 2, 5))
+    iterator = iter(first)
+    take(iterator, 3)
+    state = saved(first.state_dict())
+    same.load_state_dict(state)
+    assert values(same) == values(iterator)
+    with pytest.warns(TurboWarning, match=r"3 batches of this epoch were used, but not which ones.*15 batches of 2"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", SAMPLERS)
+def test_the_state_of_one_rank_serves_all(make):
+    """As that of a checkpoint, which the first rank writes; each of the others has samples of its own."""
+    whole, _ = run(loaders(make, 3, 2), None)
+    seen, state = run(loaders(make, 3, 2), None, 2)
+    assert seen + run(loaders(make, 3, 2), state)[0] == whole
 
 
 def reshuffled(**settings):
