@@ -148,11 +148,6 @@ class PrefetchLoader(DataLoader[T]):
     # Of which kind it is
 
     @property
-    def _behind(self) -> Any:
-        """The methods of the class behind this one."""
-        return super()
-
-    @property
     def keeps_state(self) -> bool:
         """Whether the class behind this one keeps a state of its own, which is given as it is."""
         return hasattr(super(), "state_dict")
