@@ -171,7 +171,8 @@ class Ahead:
             self._room.put(None)
             raise
         self._thread.name = f"lightning_turbo-prefetch-{id(self):x}"
-        _running.add(self)
+        with states_lock:
+            _running.add(self)
         for _ in range(depth + 1):
             self._room.put(None)
 
@@ -277,7 +278,8 @@ def expected_draws() -> Iterator[None]:
 
     Not where a dataset begins one: what it draws is its own, and it may put that back.
     """
-    watching = [each for each in list(_running) if each._states is not None and not each.is_closed]
+    with states_lock:  # while they are counted, no other thread adds one
+        watching = [each for each in _running if each._states is not None and each._thread.is_alive()]
     if not watching or is_loading():
         yield
         return

@@ -226,6 +226,19 @@ def calls(function):
     return count[0]
 
 
+def test_a_thread_that_has_ended_costs_later_epochs_nothing():
+    loader, kept = PrefetchLoader(Rows(80), 4, shuffle=True), iter(PrefetchLoader(Rows(200), 2))
+    list(loader)
+    before = calls(lambda: take(iter(loader), 0))
+    take(kept, 8)
+    assert calls(lambda: take(iter(loader), 0)) > before  # it compares what is drawn here
+    take(kept, 90)
+    for thread in threading.enumerate():
+        if thread.name.startswith("lightning_turbo-prefetch"):
+            thread.join()  # it has loaded the last batches, which nobody has taken yet
+    assert calls(lambda: take(iter(loader), 0)) == before
+
+
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["thread", "quick"])
 @pytest.mark.parametrize(("settings", "most", "begin"), [({}, 20, 60), ({"sample_seeds": 1}, 60, 60)], ids=str)
 def test_how_many_calls_of_this_package_a_batch_and_an_epoch_take(settings, most, begin, seconds, monkeypatch):
