@@ -1,8 +1,10 @@
 """Datasets, and what the tests of loaders do again and again."""
 
+import dataclasses
 import io
 import itertools
 import os
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
@@ -23,6 +25,17 @@ class Rows(Dataset):
 
     def __getitem__(self, index):
         return self.load(index)
+
+
+class Pair(NamedTuple):
+    image: Any
+    boxes: Any
+
+
+@dataclasses.dataclass
+class Scan:
+    volume: Any
+    name: str = "x"
 
 
 class Stream(IterableDataset):

@@ -2,26 +2,15 @@
 
 import dataclasses
 from collections import UserDict
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_turbo import DevicePrefetcher, PrefetchLoader
+from tests.data.samples import Pair, Scan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
-
-
-class Pair(NamedTuple):
-    image: Any
-    boxes: Any
-
-
-@dataclasses.dataclass
-class Scan:
-    volume: Any
-    name: str
 
 
 def parts(indices):

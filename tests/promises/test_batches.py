@@ -1,8 +1,6 @@
 """Batches of any structure, from this process and from worker processes, equal to those of a DataLoader."""
 
-import dataclasses
 from collections import UserDict
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,21 +9,10 @@ from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 
 from lightning_turbo import PrefetchLoader
 from tests.data.batches import differences
-from tests.data.samples import Rows
+from tests.data.samples import Pair, Rows, Scan
 from tests.promises.runs import generators, seed
 
 pytestmark = [pytest.mark.usefixtures("all_ends", "every_loader_has_a_thread"), pytest.mark.timeout(60)]
-
-
-class Pair(NamedTuple):
-    image: Any
-    boxes: Any
-
-
-@dataclasses.dataclass
-class Scan:
-    volume: Any
-    name: str
 
 
 def floats(indices, *shape):

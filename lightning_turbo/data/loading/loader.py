@@ -382,7 +382,7 @@ class PrefetchLoader(DataLoader[T]):
     # States
 
     def state_dict(self) -> Any:
-        """Return where the pass is that was asked for a batch last, counted in batches that were returned.
+        """Return where the pass is that was begun or asked for a batch last, counted in batches that were returned.
 
         If that was dropped before its end, as after a look at a batch, it is the one that was asked before it and is
         still in use. The state is a dictionary of plain Python objects and tensors: the count, the states of the random

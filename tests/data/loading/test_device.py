@@ -197,6 +197,41 @@ def test_an_error_comes_at_its_batch():
     assert got == list(range(6))
 
 
+@pytest.mark.parametrize("broken", ["send", "receive"])
+def test_an_error_on_the_way_to_the_device_comes_at_its_batch_and_later_ones_follow(broken):
+    class Fails(Lane):
+        def _fail(self, batch, at):
+            if batch.tolist() == [6, 7] and broken == at:
+                raise ValueError(f"{at} failed")
+            return batch
+
+        def send(self, batch):
+            return super().send(self._fail(batch, "send"))
+
+        def receive(self, sent):
+            return self._fail(sent[0], "receive")
+
+    loader = PrefetchLoader(range(20), 2)
+    iterator, seen = iter(loader), []
+    iterator.use(Fails(3))
+    with pytest.raises(ValueError, match=f"{broken} failed"):
+        seen.extend(batch for batch in iterator if seen.append(batch.tolist()))
+    assert seen == [[0, 1], [2, 3], [4, 5]]
+    assert loader.state_dict()["consumed"] == 4  # as with any batch that raises
+    assert [batch.tolist() for batch in iterator] == [[n, n + 1] for n in range(8, 20, 2)]
+
+
+def test_the_order_of_batches_that_wait_on_the_device_is_still_checked():
+    """Up to so many batches are drawn and not used: the digest of the used ones is known all the same."""
+    lane = Lane(24)
+    lane.transform = abs
+    loader = PrefetchLoader(range(200), 2, shuffle=True, prefetch_batches=1, transfer=lane)
+    iterator = iter(loader)
+    for used in range(1, 60):
+        next(iterator)
+        assert loader.state_dict()["digest"] is not None, used
+
+
 def test_an_interrupt_while_a_batch_is_sent_ahead_comes_at_once():
     class Interrupted(Lane):
         def send(self, batch):

@@ -1,6 +1,7 @@
 """PrefetchLoader: a DataLoader in every respect."""
 
 import inspect
+import itertools
 import multiprocessing
 import random
 import threading
@@ -295,3 +296,90 @@ def test_a_loader_in_use_may_be_asked_for_other_passes_and_each_keeps_its_place(
         again = PrefetchLoader(range(20), 2, shuffle=True, generator=seeded(9))
         again.load_state_dict(state)
         assert values(again) == rest
+
+
+def test_passes_that_are_asked_in_turn_each_give_their_own_batches_and_the_state_is_the_last_ones():
+    loader = PrefetchLoader(range(12), 2)
+    first, second = iter(loader), iter(loader)
+    for turn in range(6):
+        for each in (first, second):
+            assert next(each).tolist() == [2 * turn, 2 * turn + 1]
+        assert loader.state_dict()["consumed"] == turn + 1
+        if turn == 3:
+            assert next(second).tolist() == [8, 9]
+            assert loader.state_dict()["consumed"] == 5
+            assert next(first).tolist() == [8, 9]
+            assert next(first).tolist() == [10, 11]
+            assert loader.state_dict()["consumed"] == 6
+            iter(loader)  # and dropped
+            assert loader.state_dict()["consumed"] == 6
+            break
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_pass_that_is_in_use_when_a_state_is_loaded_goes_on_and_ends_with_the_loader(persistent):
+    loader = PrefetchLoader(range(20), 2, num_workers=1, persistent_workers=persistent)
+    expected = [[n, n + 1] for n in range(0, 20, 2)]
+    before, other = iter(loader), PrefetchLoader(range(20), 2)
+    seen = take(before, 3)
+    take(iter(other), 6)
+    loader.load_state_dict(other.state_dict())
+    after = iter(loader)
+    assert take(after, 2) == expected[6:8]
+    assert seen + take(before, 4) == expected[:7]  # its processes are its own still
+    assert values(after) == expected[8:]
+    loader.close()
+    assert not multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="its loader was closed"):
+        next(before)
+
+
+def slow_at_first(index):
+    time.sleep(3.0 * (index == 4))
+    return index
+
+
+def test_a_batch_that_does_not_come_in_time_is_not_lost():
+    loader = PrefetchLoader(Rows(12, slow_at_first), 2, num_workers=1, timeout=1)
+    iterator = iter(loader)
+    seen, late = take(iterator, 2), 0
+    while len(seen) < 6:
+        try:
+            seen += take(iterator, 1)
+        except RuntimeError:
+            late += 1
+            assert loader.state_dict()["consumed"] == 2
+    assert late
+    assert seen == [[n, n + 1] for n in range(0, 12, 2)]
+    assert list(iterator) == []
+
+
+class ByPass(Rows):
+    def __getitem__(self, index):
+        return torch.rand(()).item()
+
+
+@pytest.mark.parametrize("unused", [0, 1, 3])
+def test_epochs_that_were_begun_and_not_used_have_no_number(unused):
+    """Sample seeds follow from the number of an epoch, which a pass gets with its first batch."""
+    expected = [values(each) for each in itertools.repeat(PrefetchLoader(ByPass(8), 2, sample_seeds=1), 3)]
+    assert expected[0] != expected[1]
+    loader = PrefetchLoader(ByPass(8), 2, sample_seeds=1)
+    for each in expected:
+        for _ in range(unused):
+            iter(loader)
+            assert loader.state_dict()["epoch"] == expected.index(each)
+        assert values(loader) == each
+
+
+def test_a_class_that_loads_at_iter_ends_its_processes_where_nothing_was_taken():
+    loader = PrefetchLoader.of(OwnWay(range(8), 2, num_workers=1))
+    begun = iter(loader)
+    assert multiprocessing.active_children()
+    begun.close()
+    assert not multiprocessing.active_children()
+
+
+class OwnWay(DataLoader):
+    def __iter__(self):
+        return super()._get_iterator()

@@ -100,3 +100,13 @@ def test_whoever_asks_the_dataset_of_a_worker_for_a_sample_or_its_length_gets_th
     """As a worker_init_fn does, which finds this object."""
     data = ThreadedDataset(Rows(7, lambda index: index * 2), 2)
     assert (len(data), data[3]) == (7, 6)
+
+
+def test_a_pool_that_is_closed_in_one_of_its_threads_does_not_wait_for_itself():
+    """As the collector does, which may find the pass at any line of any thread."""
+    pool = ThreadedDataset(Rows(12, lambda index: pool.close() if index == 5 else index), 2)
+    assert pool.__getitems__([0, 1, 2]) == [0, 1, 2]
+    assert pool.__getitems__([4, 5]) == [4, None]
+    assert pool.__getitems__([6, 7]) == [6, 7]
+    pool.close()
+    assert not prefetch_threads()

@@ -1,13 +1,11 @@
 """Small tensors on their way from worker processes: equal to the last bit, all else as torch sends it."""
 
 import collections
-import dataclasses
 import gc
 import pickle
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,24 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.loading import torch_side
 from tests.data.batches import differences
-from tests.data.samples import Rows, values
+from tests.data.samples import Pair, Rows, Scan, values
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16,
 )  # fmt: skip
 SMALL = torch_side.SMALL // 4  # elements of float32
-
-
-class Pair(NamedTuple):
-    image: Any
-    boxes: Any
-
-
-@dataclasses.dataclass
-class Scan:
-    volume: Any
-    name: str = "x"
 
 
 class Names(dict):
