@@ -306,7 +306,8 @@ def _count_unused(loop: Any, used: int) -> int:
     fetcher = loop._data_fetcher
     if fetcher is None or fetcher.fetched is None:
         return 0
-    # Before the epoch loop takes the fetcher, that does not count what was used before it.
+    # A fetcher counts the batches of its own time. In the epoch in which a run goes on, that begins after those which
+    # the stopped run had used, until the epoch loop takes it and adds these; then it calls this hook of the loop.
     is_taken = fetcher._start_profiler == loop.epoch_loop._on_before_fetch
     return max(0, fetcher.fetched - used * is_taken)
 

@@ -81,7 +81,7 @@ class _Turns:
     def __exit__(self, *error: object) -> None:
         try:
             self._lock.release()  # before all else, which an interrupt may keep from happening
-        except RuntimeError:  # of a thread that serves, or has waited in vain
+        except RuntimeError:  # the lock is not this thread's: it serves another, or has waited in vain
             pass
         finally:
             _here.loads -= 1
@@ -196,7 +196,7 @@ class Ahead:
                 item = item._replace(changed=self._changes())
                 box = [item]
                 is_last = bool(item.error is not None or item.changed)
-                del item
+                del item  # the box has it now, which ``get`` empties
                 yield box
                 if is_last:
                     return

@@ -84,7 +84,9 @@ class Epoch(PrefetchIterator):
         self._set_up(progress, loader.profile, loader.prefetch_batches, transfer, loader.timeout)
         self._order: Order = loader.make_order()
         self._entries: Iterator[Any] = iter(())
-        self._seed: tuple[Any, Any] = (None, None)  # torch's generator before and after it drew the workers' seed
+        # torch's generator before and after it drew the workers' seed at iter(). torch draws that once more where its
+        # iterator is made, at the first next(), and has to draw the same.
+        self._seed: tuple[Any, Any] = (None, None)
         self.source: Any = None  # torch's iterator, or that of the class behind the loader
         self._begin(loader.loaded)
         progress.number = loader.number_pass(loader.loaded)
@@ -110,7 +112,7 @@ class Epoch(PrefetchIterator):
             if state["end_follows"]:
                 self._order.draw_end(copy.deepcopy(state["start"]))
         moved = _has_moved(state)
-        with generators_at(state["next"]) if state is not None and moved else expected_draws():
+        with generators_at(state["before_order"]) if state is not None and moved else expected_draws():
             if loader.iterates:
                 digests, order, start = self.progress.digests, self._order, self.progress.start
                 self._order.entries = lambda: digests.pass_on(order.begin(start))
@@ -172,9 +174,9 @@ class Epoch(PrefetchIterator):
         """Set the generators that the dataset holds, and load a batch that the stopped run had fetched and not used."""
         held = self.progress.held
         _set_held(held, state["held"])
-        if state["before_next"] is None:
+        if state["before_batch"] is None:
             return batches
-        with generators_at(state["before_next"], held):
+        with generators_at(state["before_batch"], held):
             return drawn(batches, 1)
 
     def close(self, because: str = "it was closed") -> None:
@@ -247,8 +249,8 @@ class Epoch(PrefetchIterator):
             entries = order.begin_again(self.progress.start)
         order.set_own(state["generators"])
         entries = self.progress.digests.pass_on(entries)
-        if state["before_next"] is None and _has_moved(state):
-            with generators_at(state["next"]):
+        if state["before_batch"] is None and _has_moved(state):
+            with generators_at(state["before_order"]):
                 entries = drawn(entries, 1)
         return entries
 
@@ -343,7 +345,7 @@ def _has_moved(state: Any) -> bool:
 
     If nobody has, the order is drawn as by a plain loader, and the generators go on.
     """
-    then = None if state is None else state["next"]
+    then = None if state is None else state["before_order"]
     return then is not None and not torch.equal(then["torch"], torch_state())
 
 

@@ -134,9 +134,9 @@ class PrefetchLoader(DataLoader[T]):
         """
         self.loaded = loaded  # until a pass has begun there
         self.asked: EpochProgress | None = None  # of the pass that was asked for a batch last
-        # All passes that are in use, and the latest; the one that was asked last comes last.
+        # The passes since a state was loaded that are in use, and the latest; who was begun or asked last comes last.
         self.passes: list[tuple[weakref.ref[Epoch], EpochProgress]] = []
-        self._earlier: list[weakref.ref[Epoch]] = []  # that had begun when a state was loaded
+        self._earlier: list[weakref.ref[Epoch]] = []  # passes before that, which may be in use still
         self.next_number = number  # of the next pass, if nothing else tells it
         self.has_seeded_workers = False  # those that stay, which are seeded at the first iter() alone
         self._order: Order | None = None
@@ -227,7 +227,8 @@ class PrefetchLoader(DataLoader[T]):
     def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._settle_threads()
         epoch = Epoch(self)
-        self.passes = [each for each in self.passes if each[0]() is not None] + self.passes[-1:]
+        # Those that are in use, and the latest: its progress is the loader's state when it is gone.
+        self.passes = [each for each in self.passes if each[0]() is not None or each is self.passes[-1]]
         self.passes.append((weakref.ref(epoch), epoch.progress))
         return epoch
 
@@ -438,8 +439,8 @@ class PrefetchLoader(DataLoader[T]):
         progress = self._current()
         if progress is None or not progress.start:
             # A Trainer restores the global RNGs, from which it will be drawn.
-            return {**(self._new() if self.loaded is None else self.loaded), "next": None}
-        state = {**self.describe(progress), "over": True, "next": None}
+            return {**(self._new() if self.loaded is None else self.loaded), "before_order": None}
+        state = {**self.describe(progress), "over": True, "before_order": None}
         if again:
             state.update(epoch=progress.number - 1, generators=progress.start["iter"]["own"], held=[])
         return state

@@ -161,7 +161,7 @@ class PrefetchIterator(Iterator[Any]):
         self._timeout = timeout or None
         self._closed = ""
         self._sent: deque[Item] = deque()  # items on their way to the device
-        self._running: Running | None = None
+        self._running: Running | None = None  # before the first next()
 
     def _start_with(
         self,
@@ -187,7 +187,7 @@ class PrefetchIterator(Iterator[Any]):
         self._held = held
         self._loaded = 0
         self._seconds = 0.0
-        self._after: Any = None  # the random states after the latest load that was looked at
+        self._states_after: Any = None  # of the latest load that was looked at
         # Whether there is nothing more to find out, so that items are loaded without more ado.
         self._is_settled = not may_thread
         self._finalizer = weakref.finalize(self, running.close)
@@ -278,7 +278,8 @@ class PrefetchIterator(Iterator[Any]):
         # The first item draws the order, and what the caller does with it may begin what is done once.
         looks = profile.draws is None and self._loaded > 1
         before = self._states() if profile.draws != "" else None
-        if looks and before is not None and self._after is not None and not self._is_same(self._after, before):
+        then = self._states_after
+        if looks and before is not None and then is not None and not self._is_same(then, before):
             profile.draws = "what is done with a batch draws"
         began = time.perf_counter()
         with expected_draws() if self._loaded == 1 else contextlib.nullcontext():
@@ -295,8 +296,8 @@ class PrefetchIterator(Iterator[Any]):
 
     def _find_draws(self, before: Any) -> None:
         """Find out whether loading an item has drawn random numbers, and after two of them that nobody does."""
-        is_second, self._after = self._after is not None, self._states()
-        if self._profile.draws is None and not self._is_same(before, self._after):
+        is_second, self._states_after = self._states_after is not None, self._states()
+        if self._profile.draws is None and not self._is_same(before, self._states_after):
             self._profile.draws = "loading draws"
         elif self._profile.draws is None and is_second:
             self._profile.draws = ""

@@ -22,22 +22,23 @@ VERSION = 5
 # over          whether the epoch is over, so that the next pass begins the one after it
 # epoch         its number, from which sample seeds follow
 # start         where its order began, see Order; empty before iter()
-# next          in a state before the first entry, the global RNGs from which it will be drawn
+# before_order  in a state before the first entry, the global RNGs from which it will be drawn
 # generators    the states of the generators that the loader and its samplers hold, as the next iter() finds them
 # samplers      the states of its samplers that have one, likewise
-# end_follows   whether the loop still meets the end of its order, where torch's samplers draw once more
+# end_follows   whether all batches were used and the end was not asked for yet, at which torch's samplers draw once
+#               more: the pass that goes on from here draws that first. A Trainer never asks for it
 # held          those that the dataset holds, in this process
 # digest        of the entries that were used; None if it is not known
 # rank          the rank whose entries these are
-# before_next   the random states before the next batch, if that was loaded already when the state was taken
+# before_batch  the random states before the next batch, if that was loaded already when the state was taken
 # stream        a stream's own state, in a list with the number of batches before it
 # order         what the order of all samples over all ranks follows from; None if that is not known
 # ranks, batch_size, workers                  of the loader
 # is_resharded, from_sample, from_batch       whether the epoch goes on with other ranks or batches, from which sample
 #                                             on, and as how many batches those before it count
 _NEW: dict[str, Any] = {
-    "version": VERSION, "consumed": 0, "length": None, "over": False, "epoch": 0, "start": {}, "next": None,
-    "generators": [], "samplers": [], "end_follows": False, "held": [], "digest": None, "before_next": None,
+    "version": VERSION, "consumed": 0, "length": None, "over": False, "epoch": 0, "start": {}, "before_order": None,
+    "generators": [], "samplers": [], "end_follows": False, "held": [], "digest": None, "before_batch": None,
     "stream": [], "order": None, "rank": 0, "ranks": 1, "batch_size": 1,
     "workers": 0, "is_resharded": False, "from_sample": 0, "from_batch": 0,
 }  # fmt: skip
@@ -72,7 +73,7 @@ def state_of_new(loader: Any) -> dict[str, Any]:
         "samplers": order.sampler_states(),
         "held": list(map(generator_state, held)),
         "epoch": loader.next_number,
-        "next": shared_state(),
+        "before_order": shared_state(),
     }
 
 
@@ -92,8 +93,9 @@ def state_of(loader: Any, progress: Any, consumed: int, unused: int) -> dict[str
         "length": loader.length(),
         "over": over,
         "epoch": progress.number,
+        # Of two unused batches the states before the first are not known.
         "held": [] if unused > 1 else list(map(generator_state, progress.held)),
-        "before_next": progress.before_latest if unused == 1 else None,
+        "before_batch": progress.before_latest if unused == 1 else None,
         "workers": loader.num_workers,
         "stream": [each for each in progress.states if each[0] <= consumed][-1:] if loader.asks_stream else [],
         **_describe_order(loader, progress, consumed, is_first_again=bool(unused) and not consumed),
@@ -117,7 +119,7 @@ def _describe_order(loader: Any, progress: Any, consumed: int, *, is_first_again
     if is_first_again and progress.before_latest is not None:
         described.update(generators=start["first"]["own"], start={**start, "first": None})
     elif start and start["first"] is None:
-        described["next"] = shared_state()
+        described["before_order"] = shared_state()
     before = progress.state if goes_on(progress.state) else _NEW
     described.update({name: before[name] for name in ("is_resharded", "from_sample", "from_batch")})
     if not before["is_resharded"]:
