@@ -123,6 +123,7 @@ class ExactResume(Callback):
         check_binding("ExactResume")
         self._restored: _Restored | None = None  # from the reading of a checkpoint to the start of the training
         self._is_training = False
+        self._first_epoch: int | None = None  # in which this run goes on as a whole, after iter() was called for it
         # Whether a checkpoint was saved before the training began, as by a search for a learning rate or batch size.
         self._is_searching = False
         self._replaced: list[ReplacedMethod] = []
@@ -142,6 +143,7 @@ class ExactResume(Callback):
     def _end(self) -> None:
         self._restored = None
         self._is_training = False
+        self._first_epoch = None
         self._is_searching = False
         self._put_back()
 
@@ -155,6 +157,7 @@ class ExactResume(Callback):
         self._is_searching = _is_starting(trainer) and not self._is_training
         fit = checkpoint["loops"]["fit_loop"]
         own = _state_of_rank(trainer, _place_of(trainer, fit), fit)
+        own["has_begun"] = trainer.current_epoch == self._first_epoch
         if self._restored is not None and self._restored.validation["due"]:
             own["validation"] = self._restored.validation
         _leave_to_lightning(trainer, fit)
@@ -191,6 +194,7 @@ class ExactResume(Callback):
         if restored is not None:
             _warn_of_frozen(trainer)
             self._replaced += restored.begin_training(trainer)
+            self._first_epoch = trainer.current_epoch if getattr(trainer.fit_loop, "is_resuming", False) else None
 
 
 def attach_exact_resume(trainer: Any) -> None:
@@ -463,8 +467,10 @@ class _Restored:
                 "Go on with the same loaders, or from a checkpoint of the end of an epoch."
             )
         if is_counted(state):
-            # Before on_train_epoch_start, an epoch of which nothing was used may have begun after the one that is over.
-            over = self._place.over and (self._place.begins or state["consumed"] > 0)
+            # Lightning calls iter() after on_train_epoch_start, and for new loaders before it too; but in the epoch in
+            # which a run goes on, it has called it already, and calls it no more.
+            begins_again = self._place.begins and not self.own["has_begun"]
+            over = self._place.over and (state["consumed"] > 0 or begins_again)
             loader.load_state_dict({**state, "over": over})
         elif not (self._place.over and isinstance(loader, _torchdata())):
             # torchdata's own would yield nothing: its state is that of an epoch without a batch that is left.
@@ -588,8 +594,8 @@ def _state_without_callback(fit: dict[str, Any]) -> dict[str, Any]:
     """Return what is known of a checkpoint that was saved without this callback."""
     states = fit["state_dict"].get("combined_loader", [])
     return {
-        "random": None, "ranks": 0, "counted": True, "metrics": {}, "plateaus": False, "loaders": states,
-        "batch_sizes": [], "generators": [], "exhausted": [],
+        "random": None, "ranks": 0, "counted": True, "has_begun": False, "metrics": {}, "plateaus": False,
+        "loaders": states, "batch_sizes": [], "generators": [], "exhausted": [],
         "validation": {"due": _is_within_validation(fit), "loaders": [], "reloaded": -inf},
     }  # fmt: skip
 

@@ -97,6 +97,7 @@ class Epoch(PrefetchIterator):
         """Begin as torch does at ``iter()``, unless an order goes on that has begun already."""
         loader = self._loader
         self.progress.state = state
+        self.progress.start.clear()
         if loader.keeps_state:
             if state is not None:
                 loader.load_behind(state)

@@ -442,13 +442,13 @@ class PrefetchLoader(DataLoader[T]):
             return {**(self._new() if self.loaded is None else self.loaded), "before_order": None}
         state = {**self.describe(progress), "over": True, "before_order": None}
         if again:
-            state.update(epoch=progress.number - 1, generators=progress.start["iter"]["own"], held=[])
+            state.update(epoch=progress.number - 1, generators=progress.start["begun"]["own"], held=[])
         return state
 
     def random_at_start(self) -> dict[str, Any]:
         """Return the global RNGs at the beginning of the latest pass; nothing before one."""
         progress = self._current()
-        return {} if progress is None or not progress.start else progress.start["iter"]["shared"]
+        return {} if progress is None or not progress.start else progress.start["begun"]["shared"]
 
     def may_begin_with(self, state: Any) -> bool:
         """Whether the next pass can begin with the state of a whole one of a loader that may have been another."""

@@ -32,7 +32,8 @@ class Order:
     An order follows from the states of the random generators when the sampler is asked for an iterator and when its
     first entry is drawn, from its epoch if it has one, or from what its ``state_dict`` says before it begins. These
     are its *start*, a dictionary that the epoch keeps and a state holds; the entries are not recorded. Two states and
-    not one, because torch draws a seed for its workers between them.
+    not one, because torch draws a seed for its workers between them. With worker processes torch begins twice, and the
+    order follows from the second time: *begun* are the states of the first, with which the pass can be made again.
 
     A loader makes one for its sampler, and another when that is exchanged. Before torch makes its iterator, an epoch
     sets ``entries``, which returns what torch is to read; torch asks for it twice where there are worker processes.
@@ -70,11 +71,10 @@ class Order:
 
     def begin(self, start: dict[str, Any]) -> Iterator[Any]:
         """Begin a new order, and record in ``start`` where it begins; the second state with its first entry."""
+        states = self.states()
+        start.setdefault("begun", states)
         start.update(
-            epochs=[each.epoch for each in self._counted],
-            samplers=self.sampler_states(),
-            iter=self.states(),
-            first=None,
+            epochs=[each.epoch for each in self._counted], samplers=self.sampler_states(), iter=states, first=None
         )
         return self._draw(iter(self.sampler), start)
 
