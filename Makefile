@@ -12,7 +12,7 @@ WORKERS ?= 2
 # is a third of the time in which the tests are collected.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check coverage docs unit slow gpu gpu-pretended release pairs clean
+.PHONY: demo test check coverage docs site unit slow gpu gpu-pretended release pairs clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
@@ -23,6 +23,11 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python scripts/overview.py --full
+	$(BIN)/zensical build --clean --strict
+
+# The site, into the folder site/.
+site: $(STAMP)
 	$(BIN)/python scripts/overview.py --full
 	$(BIN)/zensical build --clean --strict
 
@@ -59,9 +64,12 @@ gpu: $(STAMP)
 gpu-pretended: $(STAMP)
 	$(BIN)/python tests/release/pretended_cuda/run.py $(PYTEST_ARGS)
 
-# Before a release: wheel and sdist are built, looked at, installed outside the repository, and run there.
+# Before a release: wheel and sdist are built, looked at, installed outside the repository, and run there. While the
+# address of the repository is empty, nothing links to it.
+REPOSITORY ?=
+RELEASE_ARGS ?=
 release: $(STAMP)
-	$(BIN)/python tests/release/package.py
+	$(BIN)/python tests/release/package.py --repository '$(REPOSITORY)' $(RELEASE_ARGS)
 
 # Before a release: the tests with the oldest and the newest supported torch and Lightning. 20 GB of disk, much time.
 OLDEST_PYTHON ?= python3.10
@@ -84,4 +92,4 @@ $(STAMP): $(DEMO_STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site runs *.egg-info .cache .pytest_cache .ruff_cache

@@ -173,6 +173,13 @@ def test_the_readme_links_every_page_that_it_names(name):
     assert re.findall(r"[\w./-]+\.(?:md|txt)\b", text) == []
 
 
+def test_the_version_stands_in_one_place_and_in_the_citation():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_turbo.__version__"}
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert cited == lightning_turbo.__version__
+
+
 def test_every_extra_that_is_named_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set()
