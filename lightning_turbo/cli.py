@@ -206,8 +206,7 @@ def _add_pack(commands: Commands) -> None:
         help="pack a folder of images or volumes into memory-mapped arrays",
         description="Pack the images, .npy or NIfTI volumes in FOLDER, as they are or resized, for PackedDataset and "
         "PatchDataset. Subfolders are classes. nnU-Net folders, and label volumes beside their volumes as in BraTS, "
-        "are recognized. Hidden files are skipped. OUT appears once everything is in it; after Ctrl-C the same command "
-        "continues.",
+        "are recognized. Hidden files are skipped. OUT appears once everything is in it.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to read; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
@@ -273,13 +272,9 @@ def _pack(arguments: argparse.Namespace) -> int:
 def _show_progress() -> Callable[[int, int], None]:
     """Return a function that draws a progress bar with the remaining time, on a terminal only."""
     begun = time.monotonic()
-    before = sys.maxsize  # the number of files that an interrupted call had packed
 
     def show(done: int, total: int) -> None:
-        nonlocal before
-        # What an earlier call packed took no time in this one.
-        before = min(before, done - 1)
-        left = (time.monotonic() - begun) * (total - done) / (done - before)
+        left = (time.monotonic() - begun) * (total - done) / done
         bar = "#" * (30 * done // total)
         end = "\n" if done == total else ""
         print(f"\r[{bar:30}] {done}/{total} files, {left:.0f} s left ", end=end, file=sys.stderr, flush=True)

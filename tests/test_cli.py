@@ -1,6 +1,5 @@
 """The command line: accepted and refused arguments, and its messages."""
 
-import errno
 import runpy
 import subprocess
 import sys
@@ -93,22 +92,6 @@ def test_pack(capsys, tmp_path):
     assert np.load("packed/labels.npy").tolist() == [0, 1]
     assert "packed" in refused(capsys, "pack", "scans", "packed")
     assert cli.main(["pack", "scans", "packed", "--overwrite"]) == 0
-
-
-def test_pack_warns_in_one_line_where_files_have_no_locks(capsys, monkeypatch):
-    Path("scans/a").mkdir(parents=True)
-    np.save("scans/a/1.npy", np.ones((2, 3), dtype=np.float32))
-
-    def refuse(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.lockf", refuse)
-    assert cli.main(["pack", "scans", "packed"]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("packed: 1 samples")
-    (line,) = said.err.splitlines()
-    assert line.startswith("lightning-turbo: warning: The file system of ")
-    assert line.endswith("has no locks. Let one process pack, and start the others when it is done.")
 
 
 def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import warnings
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 from lightning_turbo._checks import expect
 from lightning_turbo._random import GeneratorWatch, generators_in, same_random_numbers
 from lightning_turbo.data.folders import list_files
-from lightning_turbo.data.packed.packing import Packing, Progress, digest_of, digest_of_sample, stamp_of
+from lightning_turbo.data.packed.packing import Packing, Progress, encode_sample
 from lightning_turbo.errors import TurboWarning
 
 __all__ = ["cache_transforms", "stamp_files"]
@@ -45,7 +46,7 @@ def cache_transforms(
     remove them.
 
     Several processes and threads may call this at once, such as the ranks of a run: one packs while the others wait. It
-    works with one folder per node or a shared one. After an interruption, the next call continues.
+    works with one folder per node or a shared one.
 
     Args:
         dataset: Has ``__getitem__`` and ``__len__``; returns samples that ``pack`` accepts.
@@ -79,14 +80,14 @@ def cache_transforms(
     """
     expect(len(dataset), "dataset", len(dataset), "at least one sample")
     checked = _check_key(key(dataset) if callable(key) else key)
-    name = digest_of(checked, len(dataset), foreground, compress)
+    name = _digest_of(checked, len(dataset), foreground, compress)
     packing = Packing(Path(folder) / name[:32], compress, num_workers, progress=progress, exist_ok=True)
     if not packing.target.exists():
         contents = {"classes": list(getattr(dataset, "classes", ())), "foreground": foreground}
         # A run that packs continues with the same random numbers as a run that finds the samples packed.
         with same_random_numbers():
             _check_sample_is_the_same(dataset)
-            packing.write(dataset, name, contents, catch=False)
+            packing.write(dataset, contents, catch=False)
     return packing.target
 
 
@@ -115,12 +116,23 @@ def stamp_files(*paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]
         for path in [each] if isinstance(each, (str, os.PathLike)) else each:
             folder = Path(path)
             if folder.is_dir():
-                stamps += [(str(file.relative_to(folder)), *stamp_of(file)[1:]) for file in list_files(folder, ("",))]
+                stamps += [(str(file.relative_to(folder)), *_stamp_of(file)) for file in list_files(folder, ("",))]
             else:
                 expect(folder.exists(), "paths", str(path), "files and folders that exist", FileNotFoundError)
-                stamps.append(stamp_of(folder))
+                stamps.append((str(folder), *_stamp_of(folder)))
     expect(stamps, "paths", paths, "at least one file")
-    return digest_of(stamps)
+    return _digest_of(stamps)
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    """Return the size and the modification time of a file."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _digest_of(*parts: Any) -> str:
+    """Return a digest of values whose ``repr`` describes them fully."""
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
 
 
 def _check_key(key: Any) -> Any:
@@ -144,7 +156,7 @@ def _is_plain(value: Any) -> bool:
 def _check_sample_is_the_same(dataset: Any) -> None:
     """Raise an error if the first sample of a dataset changes each time it is loaded."""
     with GeneratorWatch(generators_in(dataset)) as watch:
-        first = digest_of_sample(dataset, 0)
+        first = encode_sample(dataset[0])
     if not watch.drew:
         return
     # Transforms may draw a number for a probability of 1, like TorchIO's, and still return the same sample.
@@ -154,7 +166,7 @@ def _check_sample_is_the_same(dataset: Any) -> None:
     what = "the same sample each time; move random transforms behind the cache"
     while loads < 2 or (loads < LOADS and time.monotonic() - begun < SECONDS):
         loads += 1
-        expect(digest_of_sample(dataset, 0) == first, "dataset", f"one that draws from {drawn}", what)
+        expect(encode_sample(dataset[0]) == first, "dataset", f"one that draws from {drawn}", what)
     warnings.warn(
         f"The first sample draws from {drawn}. It was identical {loads + 1} times and is packed. A transform that "
         "rarely changes a sample would be frozen in the cache: move random transforms behind it.",

@@ -16,7 +16,7 @@ import numpy as np
 from lightning_turbo._checks import expect, is_list, is_number, is_size
 from lightning_turbo._optional import require
 from lightning_turbo.data.packed.layouts import Labels, Layout, find_images, find_kind, find_volumes
-from lightning_turbo.data.packed.packing import Packing, Progress, digest_of, stamp_of
+from lightning_turbo.data.packed.packing import Packing, Progress
 from lightning_turbo.data.packed.volumes import read_volume, warn_of_two_affines
 
 __all__ = ["pack_folder"]
@@ -59,8 +59,7 @@ def pack_folder(
     The layouts of nnU-Net and the Medical Segmentation Decathlon (``imagesTr``, ``labelsTr``, ``dataset.json``) are
     recognized, as are label volumes beside their volumes, as in BraTS and ACDC.
 
-    The folder ``out`` appears once everything is in it. Until then the data are in ``<out>.partial``; after an
-    interruption, or if some files are broken, the next call continues there unless the files have changed.
+    The folder ``out`` appears once everything is in it, as with ``pack``.
 
     Args:
         folder: Folder to read.
@@ -97,7 +96,7 @@ def pack_folder(
         FileExistsError: If ``out`` exists without ``overwrite``, or contains anything else.
         FileNotFoundError: If ``folder`` is missing or has nothing to pack, or a label volume or channel is missing.
         MissingExtraError: If Pillow (images), nibabel (NIfTI files) or blosc2 (``compress``) is missing.
-        OSError: If the disk is full. The data so far stay, and the next call continues.
+        OSError: If the disk is full.
         TypeError: If a switch is not a bool, ``progress`` is not callable, or ``classes`` is not a sequence of names.
         ValueError: If an argument does not match the files, files differ in kind, a label volume or channel is
             ambiguous, some files cannot be packed (the message lists all of them, including those with NaN or infinite
@@ -134,8 +133,7 @@ def pack_folder(
     if kind == "NIfTI files":
         warn_of_two_affines(paths)
     contents = {"classes": list(layout.classes), "foreground": None if layout.masks is None else "labels"}
-    key = digest_of(options, layout.volumes, layout.masks, list(map(_stamp_of, paths)))
-    return packing.write(_Files(source, layout, read), key, contents, beside=BESIDE)
+    return packing.write(_Files(source, layout, read), contents, beside=BESIDE)
 
 
 def _check_folders(source: Path, target: Path, labels: Labels) -> None:
@@ -185,14 +183,6 @@ def _check_values(images: bool, options: dict[str, Any]) -> None:
 
 def _is_spacing(value: Any) -> bool:
     return is_list(value) and len(value) == 3 and all(is_number(each) and each > 0 for each in value)
-
-
-def _stamp_of(path: Path) -> tuple[Any, ...]:
-    """Return values that change with a file; a broken link is read later, as a broken file."""
-    try:
-        return stamp_of(path)
-    except OSError as error:
-        return str(path), error.errno
 
 
 class _Files:

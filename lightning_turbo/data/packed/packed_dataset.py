@@ -194,12 +194,8 @@ def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
         return {}, np.load(path) if path.suffix == ".npz" else {path.stem: path}
     if not (path / CONTENTS).is_file():
         there = f"a folder without {CONTENTS}" if path.is_dir() else "which does not exist"
-        unfinished = path.absolute().with_name(f"{path.absolute().name}.partial")
-        begun = ""
-        if unfinished.is_dir():
-            begun = f" Packing was interrupted: {str(unfinished)!r}. The same call continues there."
         raise FileNotFoundError(
-            f"source: expected a packed folder, or an .npz or .npy file, got {str(path)!r}, {there}.{begun} {FIRST}"
+            f"source: expected a packed folder, or an .npz or .npy file, got {str(path)!r}, {there}. {FIRST}"
         )
     return json.loads((path / CONTENTS).read_text()), {file.stem: file for file in path.glob("*.npy")}
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
+import glob
 import json
 import multiprocessing
 import os
+import platform
+import re
 import shutil
 import threading
-import warnings
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,15 +26,15 @@ from lightning_turbo._optional import require
 from lightning_turbo.data.packed.intensities import describe_intensities, draw_intensities
 from lightning_turbo.data.packed.rows import Encoded, RowWriter, encode_row
 from lightning_turbo.data.packed.structure import to_json
-from lightning_turbo.errors import TurboWarning
 
-__all__ = ["CONTENTS", "Packing", "Progress", "digest_of", "digest_of_sample", "pack", "stamp_of"]
+__all__ = ["CONTENTS", "Packing", "Progress", "encode_sample", "pack"]
 
 CONTENTS = "packed.json"
-JOURNAL = "journal"
 PLACES = 10_000  # foreground positions to store per class of a sample
 # Held by the thread that packs. The lock file is one of the process, so that its threads would pass it together.
 _turns = threading.RLock()
+# File locks may be local to one machine, so a machine removes only its own leftovers.
+_MACHINE = re.sub(r"\W+", "-", platform.node())
 
 Progress = Callable[[int, int], Any]
 
@@ -57,8 +59,8 @@ def pack(
     ``sample_transform``. The affine of MONAI's tensors becomes the field ``<name>.affine``, which is only read if
     ``keys`` names it.
 
-    The folder ``out`` appears once everything is in it. Until then the data are in ``<out>.partial``; after an
-    interruption, the next call continues there if the dataset has the same length and the same first sample.
+    The folder ``out`` appears once everything is in it. Until then the data are in a folder beside it, which an error
+    removes; what a killed process left there is removed by the next call.
 
     Args:
         dataset: Has ``__getitem__`` and ``__len__``.
@@ -83,9 +85,10 @@ def pack(
         FileExistsError: If ``out`` exists without ``overwrite``, or contains anything else.
         KeyError: If there is no field named ``foreground``.
         MissingExtraError: If blosc2 is missing for ``compress``.
-        OSError: If the disk is full. The data so far stay, and the next call continues.
+        OSError: If the disk is full.
         TypeError: If a sample contains other types, or an argument has the wrong type.
-        ValueError: If the dataset is empty, samples differ in structure, or two parts have the same name.
+        ValueError: If the dataset is empty, samples differ in structure, two parts have the same name, or a field has
+            integers beside floats that cannot hold them.
 
     Example:
         >>> import tempfile
@@ -96,7 +99,7 @@ def pack(
     packing = Packing(Path(out), compress, num_workers, skip_broken, overwrite, progress)
     expect(len(dataset), "dataset", len(dataset), "at least one sample")
     contents = {"classes": list(getattr(dataset, "classes", ())), "foreground": foreground}
-    return packing.write(dataset, None, contents, catch=skip_broken)
+    return packing.write(dataset, contents, catch=skip_broken)
 
 
 class Packing:
@@ -137,112 +140,91 @@ class Packing:
         expect(replaceable or self.exist_ok, "out", str(self.target), what, FileExistsError)
 
     def write(
-        self,
-        dataset: Any,
-        key: str | None,
-        contents: dict[str, Any],
-        *,
-        catch: bool = True,
-        beside: Sequence[str] = (),
+        self, dataset: Any, contents: dict[str, Any], *, catch: bool = True, beside: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Write all samples, and return the contents of ``packed.json``.
 
         Args:
             dataset: Has ``__getitem__``, ``__len__``, and perhaps ``name_of(index)`` for messages.
-            key: Identifies the samples. Only files with the same key are continued. ``None``: a digest of the first
-                sample.
             contents: Additional entries of ``packed.json``.
             catch: Whether to collect errors of the dataset.
             beside: Fields that belong to a sample only on request.
         """
-        encoder = _Encoder(dataset, contents["foreground"], catch)
-        first = encoder.begin(self.compress)
-        key = digest_of(key or first, len(dataset), self.compress, contents["foreground"])
-        with _unfinished_folder(self.target, key) as (folder, journal):
-            if self.target.exists() and not self.overwrite:  # another process or thread has finished it
-                shutil.rmtree(folder)
-                # An error for ``pack``; a cache uses what the other process wrote.
-                self._check_target()
+        with _alone(self.target) as is_alone:
+            # Another process or thread may have finished it: an error for ``pack``, while a cache uses it.
+            self._check_target()
+            if self.target.exists() and not self.overwrite:
                 return json.loads((self.target / CONTENTS).read_text())
-            with contextlib.closing(RowWriter(folder, journal)) as writer:
-                repaired = any(not isinstance(encoder[index], str) for index in writer.broken)
-            if repaired:  # rows are in order, so a sample that failed before has no room
-                _begin_journal(folder, journal, key)
-            with contextlib.closing(RowWriter(folder, journal)) as writer:
-                self._append_all(writer, encoder)
-                self._report(writer)
-                writer.finish()
-            arrays = encoder.template
-            if beside:
-                arrays = tuple(name for name in arrays if name not in beside)
+            with _new_folder(self.target, is_alone) as folder:
+                encoder = _Encoder(dataset, contents["foreground"], self.compress, catch)
+                template, written, broken = self._fill(folder, encoder)
+                names = tuple(name for name in template if name not in beside) if beside else template
                 # A single field is the sample itself.
-                arrays = arrays[0] if len(arrays) == 1 else arrays
-            contents = {"arrays": to_json(arrays), **contents, "samples": writer.count, "skipped": len(writer.broken)}
-            contents["intensities"] = describe_intensities(folder)
-            (folder / CONTENTS).write_text(json.dumps(contents, indent=1))
-            # Without its journal, the folder contains exactly a packed dataset. After a kill before the rename, the
-            # next call starts again from the first sample.
-            journal.close()  # Windows does not delete an open file
-            (folder / JOURNAL).unlink()
-            if self.target.exists():
-                shutil.rmtree(self.target)
-            folder.replace(self.target)
+                arrays = names[0] if beside and len(names) == 1 else names
+                contents = {"arrays": to_json(arrays), **contents, "samples": written, "skipped": len(broken)}
+                contents["intensities"] = describe_intensities(folder)
+                (folder / CONTENTS).write_text(json.dumps(contents, indent=1))
+                self._put_in_place(folder)
+            if broken:
+                self.target.with_name(f"{self.target.name}.broken.txt").write_text("".join(broken))
         return contents
 
-    def _append_all(self, writer: RowWriter, encoder: _Encoder) -> None:
-        """Load and write the remaining samples."""
+    def _fill(self, folder: Path, encoder: _Encoder) -> tuple[Any, int, list[str]]:
+        """Write the samples; return their structure, their number, and a line for each one that is broken."""
         # With its own generator, because the loader would draw its seed from the user's global one.
-        total = len(encoder)
-        left = range(writer.done, len(encoder))
         loader = DataLoader(
-            encoder, None, sampler=left, num_workers=self.workers, collate_fn=_same, generator=torch.Generator(),
+            encoder, None, shuffle=False, num_workers=self.workers, collate_fn=_same, generator=torch.Generator(),
             worker_init_fn=_end_with_parent,
         )  # fmt: skip
-        for loaded in loader:
-            try:
-                writer.append(loaded if isinstance(loaded, str) else encoder.check(loaded, writer.done))
-            except OSError as error:
-                with contextlib.suppress(OSError):  # flushing the rest of the row fails again
-                    writer.close()
-                raise OSError(
-                    error.errno,
-                    f"{error.strerror} after {writer.done} of {total} samples. They stay in {str(writer.folder)!r}; "
-                    "free some space and pack again, which continues there, or remove the folder",
-                ) from error
-            if self.progress is not None:
-                self.progress(writer.done, total)
+        template, broken, total = None, [], len(encoder)
+        with contextlib.closing(RowWriter(folder)) as writer:
+            for number, loaded in enumerate(loader):
+                if isinstance(loaded, str):
+                    broken.append(f"{loaded}\n")
+                else:
+                    found, rows = loaded
+                    template = found if template is None else template
+                    expect(found == template, f"sample {number}", found, f"the structure {template!r} of the first")
+                    _append(writer, rows, f"after {number} of {total} samples")
+                if self.progress is not None:
+                    self.progress(number + 1, total)
+            if broken and not (self.skip_broken and writer.count):
+                raise ValueError(
+                    f"{len(broken)} of {total} samples cannot be packed:\n{''.join(broken)}"
+                    "Repair or remove them, or skip them with skip_broken=True (--skip-broken)."
+                )
+            writer.finish()
+        return template, writer.count, broken
 
-    def _report(self, writer: RowWriter) -> None:
-        """Write the list of skipped samples beside the folder, or raise an error that lists all broken ones."""
-        lines = "".join(f"{line}\n" for line in writer.broken.values())
-        if self.skip_broken and writer.count and lines:
-            self.target.with_name(f"{self.target.name}.broken.txt").write_text(lines)
-        elif lines:
-            kept = f" The others stay in {str(writer.folder)!r}, where the next call continues." if writer.count else ""
-            raise _BrokenSamplesError(
-                f"{len(writer.broken)} of {writer.done} samples cannot be packed:\n{lines}"
-                f"Repair or remove them, or skip them with skip_broken=True (--skip-broken).{kept}",
-                keep=writer.count > 0,
-            )
+    def _put_in_place(self, folder: Path) -> None:
+        """Give a complete folder its name. What it replaces is renamed first, so that it is never there in part."""
+        old = folder.with_name(f"{folder.name}-old")
+        if self.target.exists() and self.overwrite:
+            self.target.replace(old)
+        try:
+            folder.replace(self.target)
+        except OSError:  # where locks do not keep processes apart, the first one to finish wins
+            if not self.target.exists():
+                raise
+            self._check_target()
+        shutil.rmtree(old, ignore_errors=True)
 
 
-class _BrokenSamplesError(ValueError):
-    """Some samples cannot be packed; ``keep`` says whether the others stay for a call that skips the broken ones."""
-
-    def __init__(self, message: str, *, keep: bool) -> None:
-        super().__init__(message)
-        self.keep = keep
+def _append(writer: RowWriter, rows: Mapping[str, Encoded], when: str) -> None:
+    try:
+        writer.append(rows)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} {when}. Free some space and pack again") from error
 
 
 class _Encoder(Dataset[Any]):
     """A dataset of encoded samples: the structure of each, and the encoded rows of its fields."""
 
-    def __init__(self, dataset: Any, foreground: str | None, catch: bool) -> None:
+    def __init__(self, dataset: Any, foreground: str | None, compress: bool | Sequence[int], catch: bool) -> None:
         self.dataset = dataset
         self.foreground = foreground
+        self.compress = compress
         self.catch = catch
-        self.compress: bool | Sequence[int] = False
-        self.template: Any = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -251,40 +233,23 @@ class _Encoder(Dataset[Any]):
         """Return the structure and rows of a sample, or a description of what is wrong with it."""
         name_of = getattr(self.dataset, "name_of", "sample {}".format)
         try:
-            fields: dict[str, Any] = {}
-            template = _flatten(self.dataset[index], "", fields)
-            expect(fields, "sample", template, "at least one part")
-            if self.foreground is not None:
-                _add_fields(fields, _find_foreground(self.foreground, fields))
-            return template, {name: encode_row(value, self.compress) for name, value in fields.items()}
+            return encode_sample(self.dataset[index], self.foreground, self.compress)
         except Exception as error:  # Pillow, nibabel and datasets raise many kinds of errors
             if not self.catch:
                 raise
             return f"{name_of(index)}: {error}"
 
-    def begin(self, compress: bool | Sequence[int]) -> str:
-        """Read the structure from the first sample that can be loaded, and return a digest of its rows."""
-        good = (sample for sample in map(self.__getitem__, range(len(self))) if not isinstance(sample, str))
-        self.template, rows = next(good, (None, {}))
-        self.compress = compress  # set afterwards: compressed bytes may differ for the same sample
-        return _digest_of_rows(rows)
 
-    def check(self, loaded: tuple[Any, dict[str, Encoded]], index: int) -> dict[str, Encoded]:
-        """Return the rows of a sample after comparing its structure with the first one's."""
-        template, rows = loaded
-        expect(template == self.template, f"sample {index}", template, f"the structure {self.template!r} of the first")
-        return rows
-
-
-def digest_of_sample(dataset: Any, index: int) -> str:
-    """Return a digest of a sample in its encoded form."""
+def encode_sample(
+    sample: Any, foreground: str | None = None, compress: bool | Sequence[int] = False
+) -> tuple[Any, dict[str, Encoded]]:
+    """Return the structure of a sample with names in place of its parts, and the encoded rows of its fields."""
     fields: dict[str, Any] = {}
-    _flatten(dataset[index], "", fields)
-    return _digest_of_rows({name: encode_row(value) for name, value in fields.items()})
-
-
-def _digest_of_rows(rows: Mapping[str, Encoded]) -> str:
-    return digest_of(*((name, row.kind, row.shape, hashlib.sha256(row.data).digest()) for name, row in rows.items()))
+    template = _flatten(sample, "", fields)
+    expect(fields, "sample", template, "at least one part")
+    if foreground is not None:
+        _add_fields(fields, _find_foreground(foreground, fields))
+    return template, {name: encode_row(value, compress) for name, value in fields.items()}
 
 
 def _same(sample: Any) -> Any:
@@ -373,80 +338,63 @@ def _is_packed(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _unfinished_folder(target: Path, key: str) -> Iterator[tuple[Path, Any]]:
-    """Yield the partial folder beside ``target`` and its journal, while no other process or thread writes there.
+def _new_folder(target: Path, is_alone: bool) -> Iterator[Path]:
+    """Yield a new folder beside ``target``, which is removed afterwards unless it was renamed.
 
-    An interrupted call leaves both, for the next one to continue; so does a full disk.
+    Args:
+        target: Where the folder is to go.
+        is_alone: Whether no other process of this machine packs into ``target``: what is left there beside it was left
+            by a process that was killed.
     """
-    folder = target.with_name(target.name + ".partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _turns, _locked(folder.with_name(folder.name + ".lock")):
-        folder.mkdir(exist_ok=True)
-        with (folder / JOURNAL).open("a+") as journal:
-            journal.seek(0)
-            if journal.readline() != f"{key}\n":
-                _begin_journal(folder, journal, key)
-            try:
-                yield folder, journal
-            except Exception as error:
-                # After an error of the dataset, the dataset changes. A killed worker process counts as an interruption.
-                keep = isinstance(error, OSError) or str(error).startswith("DataLoader worker")
-                if not getattr(error, "keep", keep):
-                    journal.close()  # Windows does not delete an open file
-                    shutil.rmtree(folder)
-                raise
-
-
-def _begin_journal(folder: Path, journal: Any, key: str) -> None:
-    """Remove the data of an earlier call, and write the first line of the journal."""
-    for path in folder.iterdir():
-        if path.name != JOURNAL:
-            path.unlink()
-    journal.truncate(0)
-    journal.write(f"{key}\n")
-    journal.flush()
+    own = f"{target.name}.partial-{_MACHINE}-"
+    for path in target.parent.glob(f"{glob.escape(own)}*") if is_alone else ():
+        shutil.rmtree(path, ignore_errors=True)
+    folder = target.with_name(f"{own}{uuid.uuid4().hex}")
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, which is created first and removed at the end.
+def _alone(target: Path) -> Iterator[bool]:
+    """Wait until no other process or thread packs into ``target``; yield whether locks of files can tell.
 
-    It is beside the folder, not in it: waiting processes would hold a lock in a folder that was renamed or removed.
+    The lock is one of a file beside the folder, created first and removed at the end, not of one in it: waiting
+    processes would hold a lock in a folder that was renamed or removed.
     """
-    try:
-        import fcntl
-    except ImportError:  # on Windows only one process may pack at a time; its threads wait for one another
-        yield
-        return
-    while True:
-        with path.open("a") as file:
-            try:
-                # A lock per process: with flock(2), worker processes that outlive a killed parent would hold its lock.
-                fcntl.lockf(file, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                    raise
-                what = "The file system of %r has no locks. Let one process pack, and start the others when it is done."
-                warnings.warn(what % file.name, TurboWarning, stacklevel=2)
-            # The previous holder has removed the file, and another process may have created it again.
-            try:
-                found = path.stat()
-            except FileNotFoundError:
-                continue
-            if os.path.samestat(found, os.fstat(file.fileno())):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = target.with_name(f"{target.name}.lock")
+    with _turns:
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield False
+            return
+        while True:
+            with path.open("a") as file:
+                is_locked = _lock(fcntl, file)
+                # The previous holder has removed the file, and another process may have created it again.
                 try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
-                return
+                    is_same = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+                except FileNotFoundError:
+                    is_same = False
+                if is_same or not is_locked:
+                    try:
+                        yield is_locked
+                    finally:
+                        path.unlink(missing_ok=True)
+                    return
 
 
-def stamp_of(path: Path) -> tuple[str, int, int]:
-    """Return values that change with a file: path, size and modification time."""
-    found = path.stat()
-    return str(path), found.st_size, found.st_mtime_ns
-
-
-def digest_of(*parts: Any) -> str:
-    """Return a digest of values whose ``repr`` describes them fully."""
-    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+def _lock(fcntl: Any, file: Any) -> bool:
+    """Lock a file for this process, and return whether its file system has locks."""
+    try:
+        # A lock per process: with flock(2), worker processes that outlive a killed parent would hold its lock.
+        fcntl.lockf(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True

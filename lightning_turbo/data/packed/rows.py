@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ COMPRESSED = "z"  # prefix of the dtype of a row compressed with blosc2
 SMALL = 1 << 16  # bytes; smaller rows are not compressed
 AXES = 8  # the largest number of axes of a row
 COLUMNS = 3 + AXES  # of the index: offset, size in bytes, dtype, and shape padded with -1
+HELD = 1 << 53  # float64 holds each integer up to this one
 
 
 class Encoded(NamedTuple):
@@ -50,99 +51,76 @@ def encode_row(value: np.ndarray | str, compress: bool | Sequence[int] = False) 
 
 
 class RowWriter:
-    """Appends samples to the files of a folder, and continues where an earlier writer was interrupted.
+    """Appends samples to the files of a new folder.
 
-    The journal has a first line written by its owner, then one line per attempted sample: empty if the sample was
-    written, otherwise the reason why not. The line is written last, so everything that the journal counts is complete;
-    the rest of the other files is truncated. Files grow by appending, because space that is only reserved, such as
-    mapped memory, kills the process on a full disk. ``close`` closes the files; the journal belongs to its owner.
+    Files grow by appending, because space that is only reserved, such as mapped memory, kills the process on a full
+    disk.
+
+    Args:
+        folder: An empty folder.
 
     Attributes:
-        done: Number of samples attempted.
-        broken: Sample number -> reason why it was not written.
         count: Number of samples written.
     """
 
-    def __init__(self, folder: Path, journal: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._journal = journal
+        self.count = 0
         self._closing = contextlib.ExitStack()
-        self._files: dict[str, tuple[Any, Any]] = {}
-        journal.seek(0)
-        lines = journal.read().splitlines(keepends=True)[1:]
-        whole = [line for line in lines if line.endswith("\n")]
-        journal.truncate(journal.tell() - sum(map(len, lines[len(whole) :])))
-        self.broken: dict[int, str] = {n: json.loads(line) for n, line in enumerate(whole) if line != "\n"}
-        self.done = len(whole)
-        self.count = len(whole) - len(self.broken)
-        for path in folder.glob("*.rows"):
-            self._open(path.stem)
+        self._files: dict[str, Any] = {}
+        self._records: dict[str, array[int]] = {}  # the index of each field, one row after the other
 
-    def _open(self, name: str) -> None:
-        """Open the files of a field, and truncate them to what the journal counts."""
-        data, index = (self._closing.enter_context(self._path(name, suffix).open("ab")) for suffix in ("npy", "rows"))
-        index.truncate(self.count * COLUMNS * 8)
-        records = self._records(name)
-        data.truncate(HEADER + int(records[-1, :2].sum() if len(records) else 0))
-        data.seek(0, os.SEEK_END)
-        self._files[name] = data, index
-
-    def _path(self, name: str, suffix: str) -> Path:
-        return self.folder / f"{name}.{suffix}"
-
-    def _records(self, name: str) -> np.ndarray:
-        return np.fromfile(self._path(name, "rows"), dtype="<i8").reshape(-1, COLUMNS)
-
-    def append(self, row: Mapping[str, Encoded] | str) -> None:
-        """Write a sample with the same fields as the first one, or record what is wrong with it."""
-        line = ""
-        if isinstance(row, str):
-            self.broken[self.done] = row
-            line = json.dumps(row)
-        else:
-            for name in row if not self.count else ():
-                if name not in self._files:
-                    self._open(name)
-            for name, (data, index) in self._files.items():
-                _write(data, index, row[name])
-            self.count += 1
-        self._journal.write(f"{line}\n")
-        self._journal.flush()
-        self.done += 1
+    def append(self, row: Mapping[str, Encoded]) -> None:
+        """Write a sample, which has the same fields as the first one."""
+        for name in row if not self.count else ():
+            self._files[name] = self._closing.enter_context((self.folder / f"{name}.npy").open("wb"))
+            self._files[name].write(bytes(HEADER))
+            self._records[name] = array("q")
+        expect(row.keys() == self._files.keys(), "fields", list(row), f"those of the first sample, {list(self._files)}")
+        for name, file in self._files.items():
+            self._records[name].extend(_write(file, row[name]))
+        self.count += 1
 
     def finish(self) -> None:
-        """Write the headers. Rows of one shape and dtype become a plain array without an index.
-
-        A field is finished once its ``.rows`` file is gone. After an interruption, the next writer finishes it.
-        """
+        """Write the headers. Rows of one shape and dtype become a plain array without an index."""
         self.close()  # Windows does not delete an open file
         for name in self._files:
-            records = self._records(name)
+            path = self.folder / f"{name}.npy"
+            records = np.array(self._records[name], dtype="<i8").reshape(-1, COLUMNS)
             kind, shape = _kind_and_shape(records[0])
             plain = kind != TEXT and not kind.startswith(COMPRESSED) and bool((records[:, 1:] == records[0, 1:]).all())
+            _write_header(path, *((kind, (self.count, *shape)) if plain else ("|u1", _end(records))))
             if not plain:
-                with self._path(name, "index").open("wb") as file:
+                with path.with_suffix(".index").open("wb") as file:
                     np.save(file, records)
-            _write_header(self._path(name, "npy"), *((kind, (self.count, *shape)) if plain else ("|u1", _end(records))))
-            self._path(name, "rows").unlink()
+                _check_whole_numbers(name, Rows(path))
 
     def close(self) -> None:
         """Close the files. Repeated calls have no effect."""
         self._closing.close()
 
 
-def _write(data: Any, index: Any, row: Encoded) -> None:
-    begin = data.tell() - HEADER
+def _write(file: Any, row: Encoded) -> list[int]:
+    """Write a row, and return its record in the index."""
+    begin = file.tell() - HEADER
     # A row with a wider dtype than the one before must be aligned to its item size.
     gap = 0 if row.kind == TEXT else -begin % np.dtype(row.kind.removeprefix(COMPRESSED)).itemsize
-    # The row is written before its index entry, so everything in the index exists.
-    data.write(bytes(gap))
-    data.write(row.data)
-    data.flush()
+    file.write(bytes(gap))
+    file.write(row.data)
     code = int.from_bytes(row.kind.encode(), "little")
-    filled = [*row.shape, *[-1] * (AXES - len(row.shape))]
-    index.write(np.array([begin + gap, len(row.data), code, *filled], dtype="<i8").tobytes())
-    index.flush()
+    return [begin + gap, len(row.data), code, *row.shape, *[-1] * (AXES - len(row.shape))]
+
+
+def _check_whole_numbers(name: str, rows: Rows) -> None:
+    """Raise an error for an integer that the dtype of all rows, a floating-point one, cannot hold."""
+    if rows.dtype is None or rows.dtype.kind not in "fc":
+        return
+    for row in range(len(rows)):
+        whole = rows[row][...] if rows.kind_of(row) in ("i8", "u8") else np.zeros(0, np.int64)
+        far = whole[np.abs(whole.astype(np.float64)) >= HELD]
+        lost = [each for each in far.tolist() if complex(rows.dtype.type(each)).real != each]
+        what = f"integers that {rows.dtype}, the dtype of all rows together, can hold"
+        expect(not lost, f"{name} of row {row}", lost[:1], what)
 
 
 def _end(records: np.ndarray) -> tuple[int]:
@@ -183,6 +161,10 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def kind_of(self, row: int) -> str:
+        """Return the dtype of a row as it is stored, such as ``"i8"``, without its byte order."""
+        return _kind_and_shape(self.index[row])[0].removeprefix(COMPRESSED)[1:]
 
     def __getitem__(self, row: int) -> Any:
         """Return a string, a view of the mapped file, or a compressed array, of which only slices are read."""

@@ -244,12 +244,10 @@ def test_collate_sees_a_list_that_was_edited(arrays, edit):
 def test_a_folder_that_is_not_packed_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").touch()
-    (tmp_path / "begun.partial").mkdir()
     for name, error, message in (
         ("nope", FileNotFoundError, r"got '.*nope', which does not exist. Pack first: lightning-turbo pack FOLDER OUT"),
         ("nope.npy", FileNotFoundError, r"got '.*nope.npy', which does not exist. Pack first"),
         ("empty", FileNotFoundError, r"got '.*empty', a folder without packed.json. Pack first"),
-        ("begun", FileNotFoundError, r"Packing was interrupted: '.*begun.partial'"),
         ("notes.txt", ValueError, r"expected a folder written by pack, or an .npz or .npy file"),
     ):
         for kind in (PackedDataset, lambda source: PatchDataset(source, (2, 2, 2))):

@@ -1,5 +1,6 @@
 """pack: the samples of any dataset, whole or not at all, and what is left when it is interrupted."""
 
+import contextlib
 import errno
 import functools
 import multiprocessing
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_turbo.data import PackedDataset, pack
-from lightning_turbo.errors import TurboWarning
+from lightning_turbo.data.packed import packing
 from tests.data.packed.files import Samples, files_of, scan
 
 SHAPES = {
@@ -72,37 +73,28 @@ def test_images_of_a_folder_of_torchvision_kind(tmp_path):
     assert (pixels.shape, pixels[0, 0].tolist(), label.item()) == ((6, 7, 3), [3, 0, 0], 1)
 
 
-@pytest.mark.parametrize("compress", [False, True, (40, 50)])
-@pytest.mark.parametrize("torn", [False, True])
-def test_what_was_interrupted_goes_on(tmp_path, compress, torn):
-    if compress:
-        pytest.importorskip("blosc2")
+STOPS = {
+    "interrupted": (KeyboardInterrupt(), KeyboardInterrupt),
+    "broken dataset": (RuntimeError("no number"), RuntimeError),
+}
 
-    def make(n):
-        return {"x": scan(n).repeat(20, axis=2).repeat(20, axis=3), "n": n}
+
+@pytest.mark.parametrize("how", STOPS)
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_stop_leaves_nothing_and_the_next_call_packs_again(tmp_path, how, at):
+    error, kind = STOPS[how]
 
     def stop(n):
-        if n == 3:
-            raise KeyboardInterrupt
-        return make(n)
+        if n == at:
+            raise error
+        return {"x": scan(n), "n": n}
 
-    pack(Samples(make), tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        pack(Samples(stop), tmp_path / "out", compress=compress)
-    assert not (tmp_path / "out").exists()
-    partial = tmp_path / "out.partial"
-    if torn:  # as if the process had been killed while it wrote
-        for name in ("x.npy", "x.rows", "n.npy", "journal"):
-            with (partial / name).open("ab") as file:
-                file.write(b"half")
-    dataset, seen = Samples(make), []
-    pack(dataset, tmp_path / "out", compress=compress, progress=lambda *now: seen.append(now))
-    assert dataset.asked == [0, 3, 4]  # the first one says whether they are the same samples
-    assert seen == [(4, 5), (5, 5)]
-    assert compress or files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-    packed = PackedDataset(tmp_path / "out")
-    assert all(np.array_equal(packed[n]["x"], make(n)["x"]) for n in range(5))
-    assert not partial.exists()
+    pack(Samples(lambda n: {"x": scan(n), "n": n}), tmp_path / "whole")
+    with pytest.raises(kind):
+        pack(Samples(stop), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+    pack(Samples(lambda n: {"x": scan(n), "n": n}), tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 class Large(Samples):
@@ -132,7 +124,7 @@ def test_worker_processes_end_with_a_process_that_is_killed(tmp_path):
     def pids():
         return {int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()}
 
-    while len(pids()) < 3:  # it loads the first sample itself
+    while len(pids()) < 2:
         time.sleep(0.01)
     os.kill(packing.pid, signal.SIGKILL)
     packing.join()
@@ -141,27 +133,29 @@ def test_worker_processes_end_with_a_process_that_is_killed(tmp_path):
     while any(map(is_alive, workers)):
         time.sleep(0.01)
     assert not (tmp_path / "out").exists()
+    assert len(list(tmp_path.glob("out.partial-*"))) == 1
+    pack(Samples(scan), tmp_path / "out")
+    assert not list(tmp_path.glob("out.*"))  # what the killed process left is gone
 
 
-@pytest.mark.parametrize("other", [Samples(lambda n: scan(n) + 1), Samples(scan, 4)])
-def test_another_dataset_begins_from_the_start(tmp_path, other):
-    def stop(n):
-        return scan(n) if n < 3 else int("no number")
+def replace_over_and_over(folder):
+    for number in range(1, 10_000):
+        pack([np.full((50, number % 3 + 1), number), np.full(4, number)], folder / "out", overwrite=True)
 
-    def interrupt(n):
-        if n == 3:
-            raise KeyboardInterrupt
-        return scan(n)
 
-    with pytest.raises(ValueError, match="no number"):
-        pack(Samples(stop), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []  # the dataset has to be repaired, and is another one then
-    with pytest.raises(KeyboardInterrupt):
-        pack(Samples(interrupt), tmp_path / "out")
-    pack(other, tmp_path / "out")
-    packed = PackedDataset(tmp_path / "out")
-    assert all(np.array_equal(packed[n], other[n]) for n in range(len(other)))
-    assert len(packed) == len(other)
+@pytest.mark.parametrize("wait", [0.05, 0.11, 0.23])
+def test_a_kill_leaves_nothing_half_written_under_the_name(tmp_path, wait):
+    pack([np.zeros(3), np.zeros(4)], tmp_path / "out")
+    packing = multiprocessing.get_context("fork").Process(target=replace_over_and_over, args=(tmp_path,))
+    packing.start()
+    time.sleep(wait)
+    os.kill(packing.pid, signal.SIGKILL)
+    packing.join()
+    if (tmp_path / "out").exists():  # a kill between two renames leaves the old one under another name
+        first, second = (PackedDataset(tmp_path / "out")[n] for n in range(2))
+        assert set(first.flatten().tolist()) == set(second.tolist())
+    pack([np.ones(2)], tmp_path / "out", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_broken_samples_are_left_out_with_a_list(tmp_path):
@@ -245,14 +239,60 @@ def test_without_locks_of_files_it_packs_as_well(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_processes_that_no_lock_keeps_apart_do_not_mix(tmp_path, monkeypatch):
+    """The first one to finish wins."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+
+    def make(n):
+        if n == 3 and not (tmp_path / "out").exists():
+            monkeypatch.setattr(packing, "_turns", contextlib.nullcontext())  # as if this were another process
+            pack(Samples(scan), tmp_path / "out")
+        return scan(n) + 1
+
+    with pytest.raises(FileExistsError, match="out: expected a new folder"):
+        pack(Samples(make), tmp_path / "out")
+    data = PackedDataset(tmp_path / "out")
+    assert all(np.array_equal(data[n], scan(n)) for n in range(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(("number", "refused"), [(errno.ENOLCK, False), (errno.EIO, True)])
 def test_a_lock_that_fails_stops_a_call_unless_the_file_system_has_none(tmp_path, monkeypatch, number, refused):
     def fail(file, how):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.lockf", fail)
-    with (
-        pytest.raises(OSError, match="error") if refused else pytest.warns(TurboWarning, match="has no locks. Let one")
-    ):
+    with pytest.raises(OSError, match="error") if refused else contextlib.nullcontext():
         pack(Samples(scan), tmp_path / "out")
     assert (tmp_path / "out").exists() is not refused
+
+
+# Integers beside floats.
+
+HELD = {
+    "small integers": ([np.arange(3), np.ones(2)], True),
+    "up to 2**53": ([np.array([2**53, -(2**53)]), np.ones(2)], True),
+    "even ones beyond": ([np.array([2**53 + 2, 2**60]), np.ones(2)], True),
+    "odd ones beyond": ([np.ones(2), np.array([5, 2**53 + 1])], False),
+    "negative": ([np.array(-(2**53) - 1), np.array(0.5)], False),
+    "unsigned": ([np.array([2**64 - 1], np.uint64), np.array([-1])], False),
+    "beside complex": ([np.array([2**53 + 1]), np.array([1j])], False),
+    "of one dtype": ([np.array([2**63 - 1]), np.array([1, 2])], True),
+    "of 32 bits": ([np.array([2**31 - 1], np.int32), np.ones(2, np.float32)], True),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_integers_that_a_float_cannot_hold_are_refused(tmp_path, kind):
+    samples, held = HELD[kind]
+    if not held:
+        with pytest.raises(
+            ValueError, match=r"data of row \d: expected integers that \w+, the dtype of all rows .* got"
+        ):
+            pack(samples, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+        return
+    pack(samples, tmp_path / "out")
+    data = PackedDataset(tmp_path / "out")
+    for n, sample in enumerate(samples):
+        assert data[n].flatten().tolist() == sample.flatten().tolist()

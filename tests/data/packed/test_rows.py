@@ -1,4 +1,4 @@
-"""The files of a packed folder: plain arrays where rows are alike, compressed rows, and an end that goes on."""
+"""The files of a packed folder: plain arrays where rows are alike, and compressed rows."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_turbo.data import PackedDataset, pack
-from lightning_turbo.data.packed import rows
 from tests.data.packed.files import Samples, files_of, scan
 
 
@@ -20,42 +19,17 @@ def test_the_files_are_plain_arrays_where_samples_are_alike(tmp_path):
 
 
 @pytest.mark.parametrize("field", [1, 2, 3])
-def test_an_interruption_at_the_end_goes_on_too(tmp_path, monkeypatch, field):
-    def make(n):
-        return {"x": scan(n), "n": n, "name": "a" * n}
-
+def test_an_interruption_at_the_end_leaves_nothing(tmp_path, monkeypatch, field):
     def interrupt(descriptor):
         calls.append(descriptor)
         if len(calls) == field:
             raise KeyboardInterrupt
 
-    pack(Samples(make), tmp_path / "whole")
     calls = []
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pack(Samples(make), tmp_path / "out")
-    dataset = Samples(make)
-    pack(dataset, tmp_path / "out")
-    assert dataset.asked == [0]
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-def test_an_interruption_in_the_first_sample_goes_on(tmp_path, monkeypatch):
-    """Its files are there, and the journal counts nothing yet."""
-    write = rows._write
-
-    def interrupt(data, index, value):
-        write(data, index, value)
-        raise KeyboardInterrupt
-
-    pack(Samples(scan), tmp_path / "whole")
-    with monkeypatch.context() as patched:
-        patched.setattr(rows, "_write", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pack(Samples(scan), tmp_path / "out")
-    pack(Samples(scan), tmp_path / "out")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pack(Samples(lambda n: {"x": scan(n), "n": n, "name": "a" * n}), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compressed_samples_are_smaller_and_the_same(tmp_path):
