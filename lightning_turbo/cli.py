@@ -202,19 +202,28 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _add_pack(commands: Commands) -> None:
     parser = commands.add_parser(
         "pack",
-        examples=("photos packed --size 224x224", "BraTS packed --modalities=-t1n,-t2w --spacing 1x1x1 --workers 2"),
+        examples=(
+            "photos packed --size 224x224",
+            "LiTS packed --pairs 'volume-{case}.nii' 'segmentation-{case}.nii' --workers 2",
+        ),
         help="pack a folder of images or volumes into memory-mapped arrays",
         description="Pack the images, .npy or NIfTI volumes in FOLDER, as they are or resized, for PackedDataset and "
-        "PatchDataset. Subfolders are classes. nnU-Net folders, and label volumes beside their volumes as in BraTS, "
-        "are recognized. Hidden files are skipped. OUT appears once everything is in it.",
+        "PatchDataset. Subfolders are classes. Folders of nnU-Net and the Medical Segmentation Decathlon are read as "
+        "they are. Hidden files are skipped. OUT appears once everything is in it.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to read; it is not changed")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--labels",
-        metavar="FOLDER|END|none",
-        help="folder with a label volume for each volume, or the suffix of label volumes in FOLDER, for example "
-        "--labels=-lesion (default: found by name); none leaves them out",
+        metavar="FOLDER|none",
+        help="folder with a label volume of the same name for each volume; none: pack each file as a sample",
+    )
+    parser.add_argument(
+        "--pairs",
+        nargs="+",
+        metavar=("TABLE.csv|IMAGES", "LABELS"),
+        help="which files belong together: a CSV file with a column label, or two patterns with {case}, for images "
+        "(A,B: two channels) and label volumes (or none); printed before anything is packed",
     )
     parser.add_argument(
         "--spacing", type=_distances, metavar="DxHxW", help="resample NIfTI files to this spacing in mm, e.g. 1x1x1.5"
@@ -230,12 +239,6 @@ def _add_pack(commands: Commands) -> None:
         "--classes", type=_names, metavar="A,B,...", help="all classes, in the order of their indices (default: sorted)"
     )
     parser.add_argument(
-        "--modalities",
-        type=_names,
-        metavar="A,B,...",
-        help="suffixes of the files that become channels, for example --modalities=-t1n,-t2w",
-    )
-    parser.add_argument(
         "--compress", type=_size, metavar="DxHxW", help="compress volumes in chunks; best: the patch size"
     )
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="reader processes (default: 0)")
@@ -249,9 +252,10 @@ def _add_pack(commands: Commands) -> None:
 def _pack(arguments: argparse.Namespace) -> int:
     from lightning_turbo.data.packed.pack_files import pack_folder
 
-    names = ("labels", "spacing", "size", "mode", "classes", "modalities", "skip_broken", "overwrite")
+    names = ("labels", "spacing", "size", "mode", "classes", "skip_broken", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
     options["labels"] = False if arguments.labels == "none" else arguments.labels
+    options["pairs"] = _pairs(arguments.pairs)
     options |= {"compress": arguments.compress or False, "num_workers": arguments.workers}
     try:
         # On a command line the source line of a warning is noise.
@@ -267,6 +271,14 @@ def _pack(arguments: argparse.Namespace) -> int:
     if found["skipped"]:
         print(f"{arguments.out}.broken.txt: {found['skipped']} files were skipped")
     return 0
+
+
+def _pairs(words: list[str] | None) -> Any:
+    """Return what ``pack_folder(pairs=)`` takes: the path of a table, or patterns."""
+    if words is None or len(words) == 1:
+        return words and words[0]
+    images, *labels = words
+    return (tuple(images.split(",")), *(None if label == "none" else label for label in labels))
 
 
 def _show_progress() -> Callable[[int, int], None]:

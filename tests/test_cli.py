@@ -98,13 +98,25 @@ def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):
     (tmp_path / "scans").mkdir()
     for name in ("a-t1", "a-t2", "a-seg"):
         np.save(tmp_path / "scans" / f"{name}.npy", np.ones((3, 3, 3), dtype=np.int16))
-    assert cli.main(["pack", "scans", "packed", "--modalities=-t1,-t2"]) == 0
-    assert capsys.readouterr().out.startswith("packed: 1 samples with label volumes")
-    assert cli.main(["pack", "scans", "named", "--modalities=-t1,-t2", "--labels=-seg"]) == 0
-    assert cli.main(["pack", "scans", "without", "--modalities=-t1,-t2", "--labels", "none"]) == 0
-    assert (Path("packed/labels.npy").exists(), Path("without/labels.npy").exists()) == (True, False)
-    assert "does not apply to .npy files" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1x1.5")
-    assert "expected DEPTHxHEIGHTxWIDTH in mm, such as" in refused(capsys, "pack", "scans", "x", "--spacing", "1x1")
+    assert "--pairs" in refused(capsys, "pack", "scans", "packed")
+    channels = "{case}-t1.npy,{case}-t2.npy"
+    assert cli.main(["pack", "scans", "packed", "--pairs", channels, "{case}-seg.npy"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1 volumes with their label volumes:",
+        "  a-t1.npy + a-t2.npy -> a-seg.npy",
+        "packed: 1 samples with label volumes, 0 classes",
+    ]
+    Path("pairs.csv").write_text("image,label\na-t1.npy,a-seg.npy\n")
+    assert cli.main(["pack", "scans", "table", "--pairs", "pairs.csv"]) == 0
+    assert cli.main(["pack", "scans", "without", "--pairs", channels, "none"]) == 0
+    assert cli.main(["pack", "scans", "each", "--labels", "none"]) == 0
+    shapes = [np.load(f"{name}/volumes.npy").shape for name in ("packed", "table", "without", "each")]
+    assert shapes == [(1, 2, 3, 3, 3), (1, 3, 3, 3), (1, 2, 3, 3, 3), (3, 3, 3, 3)]
+    assert [Path(name, "labels.npy").exists() for name in ("packed", "table", "without")] == [True, True, False]
+    assert "expected two patterns" in refused(capsys, "pack", "scans", "x", "--pairs", "{case}.npy", "a", "b")
+    spacing = ["pack", "scans", "x", "--labels", "none", "--spacing"]
+    assert "does not apply to .npy files" in refused(capsys, *spacing, "1x1x1.5")
+    assert "expected DEPTHxHEIGHTxWIDTH in mm, such as" in refused(capsys, *spacing, "1x1")
 
 
 def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_path, monkeypatch):
@@ -122,11 +134,10 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     assert cli.main([*argv, "--size", "2x2x4", "--skip-broken"]) == 0
     shown = capsys.readouterr()
     assert "1/3 files, 2 s left" in shown.err
-    assert shown.out.splitlines()[1].endswith("out.broken.txt: 1 files were skipped")
+    assert shown.out.splitlines()[-1].endswith("out.broken.txt: 1 files were skipped")
     assert np.load("out/labels.npy").shape == (2, 2, 2, 4)
     assert "mode='L' does not apply" in refused(capsys, *argv, "--overwrite", "--mode", "L")
     assert "classes=('a', 'b') does not apply" in refused(capsys, *argv, "--overwrite", "--classes", "a,b")
-    assert "modalities: expected names that end in" in refused(capsys, *argv, "--overwrite", "--modalities", "_a")
     assert "num_workers: expected" in refused(capsys, *argv, "--overwrite", "--compress", "2x2x2", "--workers", "-1")
 
 

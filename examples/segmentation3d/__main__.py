@@ -156,18 +156,26 @@ def whole_scans(packed: Path, rows: list[int]) -> DataLoader[Any]:
     return DataLoader(Subset(PackedDataset(packed, keys=KEYS, sample_transform=with_channels), rows), batch_size=1)
 
 
+def pairs_of(folder: Path, args: argparse.Namespace) -> list[tuple[list[Path], Path]] | None:
+    """Return the files of each case, its modalities and its label volume; ``None`` for a folder of nnU-Net."""
+    if args.modalities is None:
+        return None
+    cases = [case for case in sorted(folder.iterdir()) if case.is_dir()]
+    return [
+        ([case / f"{case.name}{end}.nii.gz" for end in args.modalities], case / f"{case.name}{args.mask}.nii.gz")
+        for case in cases
+    ]
+
+
 def monai_loaders(packed: Path, folder: Path, args: argparse.Namespace) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return MONAI's loaders of the same scans, which are cached in memory, cropped and transformed one by one."""
     from monai import data, transforms
 
-    names = PackedDataset(packed, keys=["files"])
-    training, held_out = split(len(names))
-    ends = args.modalities or ("",)
-    files = []
-    for row in training:
-        first = str(folder / names[row])
-        images = [first.replace(f"{ends[0]}.nii", f"{end}.nii") for end in ends]
-        files.append({"image": images, "label": first.replace(f"{ends[0]}.nii", f"{args.mask}.nii")})
+    pairs = pairs_of(folder, args)
+    if pairs is None:
+        raise SystemExit("--row monai: expected --modalities=-t1n,... for the files of a folder of BraTS, got none")
+    training, held_out = split(len(pairs))
+    files = [{"image": [str(path) for path in pairs[row][0]], "label": str(pairs[row][1])} for row in training]
     both = ("image", "label")
     statistics = PackedDataset(packed).intensities["volumes"]
     normalize = [
@@ -209,7 +217,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         args.modalities = args.modalities or ("-t1n", "-t2w")
     packed = out / "packed"
     if not packed.exists():
-        pack_folder(folder, packed, modalities=args.modalities, spacing=args.spacing, num_workers=args.workers)
+        pack_folder(folder, packed, pairs=pairs_of(folder, args), spacing=args.spacing, num_workers=args.workers)
     whole = PackedDataset(packed, keys=["volumes"])
     channels = whole[0].shape[0] if whole[0].dim() == 4 else 1
     labels = PackedDataset(packed, keys=["labels.classes"])  # rows of (class, number of its voxels)
@@ -293,9 +301,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, default=Path("runs/segmentation3d"), help="for packed scans and checkpoints"
     )
     parser.add_argument(
-        "--modalities", type=lambda text: tuple(text.split(",")), help="for example --modalities=-t1n,-t2w"
+        "--modalities",
+        type=lambda text: tuple(text.split(",")),
+        help="of BraTS, for example --modalities=-t1n,-t2w (default: a folder of nnU-Net)",
     )
-    parser.add_argument("--mask", default="-seg", help="suffix of the label volumes, for --row monai (default: -seg)")
+    parser.add_argument("--mask", default="-seg", help="suffix of the label volumes of BraTS (default: -seg)")
     parser.add_argument(
         "--spacing", type=numbers(float), help="spacing to resample to in millimeters, for example 1x1x1"
     )

@@ -15,8 +15,8 @@ import numpy as np
 
 from lightning_turbo._checks import expect, is_list, is_number, is_size
 from lightning_turbo._optional import require
-from lightning_turbo.data.packed.layouts import Labels, Layout, find_images, find_kind, find_volumes
 from lightning_turbo.data.packed.packing import Packing, Progress
+from lightning_turbo.data.packed.pairs import Found, Pairs, describe_pairs, find_samples, name_below
 from lightning_turbo.data.packed.volumes import read_volume, warn_of_two_affines
 
 __all__ = ["pack_folder"]
@@ -32,12 +32,12 @@ def pack_folder(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    labels: Labels = None,
+    labels: str | os.PathLike[str] | bool | None = None,
+    pairs: Pairs | None = None,
     spacing: Sequence[float] | None = None,
     size: Sequence[int] | None = None,
     mode: str | None = None,
     classes: Sequence[str] | None = None,
-    modalities: Sequence[str] | None = None,
     compress: bool | Sequence[int] = False,
     num_workers: int = 0,
     skip_broken: bool = False,
@@ -56,34 +56,35 @@ def pack_folder(
     int16; the positions of up to 10,000 voxels of each class above 0 are stored for ``PatchDataset(foreground=)``, and
     10,000 foreground intensities for ``intensities``. Hidden files and folders are skipped.
 
-    The layouts of nnU-Net and the Medical Segmentation Decathlon (``imagesTr``, ``labelsTr``, ``dataset.json``) are
-    recognized, as are label volumes beside their volumes, as in BraTS and ACDC.
+    Folders of nnU-Net and the Medical Segmentation Decathlon (``imagesTr``, ``labelsTr``, ``dataset.json``) are read as
+    they are. Which label volume belongs to which volume is printed before anything is packed. A file without a partner,
+    or with two, is an error.
 
     The folder ``out`` appears once everything is in it, as with ``pack``.
 
     Args:
         folder: Folder to read.
         out: Folder to write, outside ``folder``.
-        labels: Folder with one label volume per volume, with the same name (nnU-Net's ``_0000``, or a suffix such as
-            ``_seg``, may differ); or the suffix of label volumes in ``folder``, such as ``"-lesion"``. Default:
-            ``labelsTr``, and files beside the volumes with the suffix seg, dseg, segmentation, mask, msk, label or gt.
-            ``False`` skips these.
+        labels: Folder with one label volume per volume, of the same name below it. ``False``: no label volumes,
+            whatever the files are named. Default: those of ``dataset.json``, or none.
+        pairs: Which files belong together; paths are relative to ``folder``, or absolute. A list of rows ``(image,
+            label)``; or the path of a CSV file whose first line names its columns, of which one is ``label``; or two
+            patterns, such as ``("volume-{case}.nii", "segmentation-{case}.nii")``, in which ``{case}`` stands for the
+            same name, within a folder or a file. A list of files, columns or patterns in place of ``image`` are the
+            channels of one volume. ``None`` in place of ``label``: no label volumes.
         spacing: Voxel spacing in millimeters, in the order of the axes, to resample NIfTI files to: volumes with cubic
-            splines to float32, label volumes by nearest voxel. The first voxel keeps its position.
+            splines to float32, label volumes by nearest voxel. The first voxel keeps its position. Needs SciPy.
         size: (height, width) in pixels to resize images to, or (depth, height, width) in voxels to crop or pad volumes
             to about their center; volumes are padded with their minimum, label volumes with 0. Default: the sizes of
             the files.
         mode: ``"RGB"`` or ``"L"`` (grayscale) for all images. Default: ``"L"`` if all images are gray, else ``"RGB"``.
         classes: Class names in the order of their labels. Default: the sorted subfolders. Pass the classes of the
             training set if some may be missing here.
-        modalities: Suffixes of the files that are channels of one volume, in the order of the channels: ``("-t1n",
-            "-t2w")`` for BraTS. Other channels of these volumes are skipped. Default: ``("_0000", ...)`` from nnU-Net's
-            ``dataset.json``; otherwise each file is a volume.
         compress: Whether to compress volumes with blosc2, in chunks of a size that it chooses; or the chunk size,
             ideally the patch size.
         num_workers: Number of worker processes that read files.
-        skip_broken: Whether to skip what cannot be packed, such as damaged files, broken links and volumes without
-            their label volume, and list it in ``<out>.broken.txt``.
+        skip_broken: Whether to skip what cannot be packed, such as damaged files and broken links, and list it in
+            ``<out>.broken.txt``.
         overwrite: Whether to replace ``out`` if it contains a packed dataset and nothing else.
         progress: Called with the number of finished samples and the total.
 
@@ -94,13 +95,14 @@ def pack_folder(
 
     Raises:
         FileExistsError: If ``out`` exists without ``overwrite``, or contains anything else.
-        FileNotFoundError: If ``folder`` is missing or has nothing to pack, or a label volume or channel is missing.
-        MissingExtraError: If Pillow (images), nibabel (NIfTI files) or blosc2 (``compress``) is missing.
+        FileNotFoundError: If ``folder`` is missing or has nothing to pack, or a file has no partner.
+        MissingExtraError: If Pillow (images), nibabel (NIfTI files), SciPy (``spacing``) or blosc2 (``compress``) is
+            missing.
         OSError: If the disk is full.
         TypeError: If a switch is not a bool, ``progress`` is not callable, or ``classes`` is not a sequence of names.
-        ValueError: If an argument does not match the files, files differ in kind, a label volume or channel is
-            ambiguous, some files cannot be packed (the message lists all of them, including those with NaN or infinite
-            voxels), or a subfolder is empty or not in ``classes``.
+        ValueError: If an argument does not match the files, files differ in kind, a file has two partners, files may be
+            label volumes and no argument says whose, some files cannot be packed (the message lists all of them,
+            including those with NaN or infinite voxels), or a subfolder is empty or not in ``classes``.
 
     Warns:
         TurboWarning: If sform and qform of NIfTI files differ. The sform is used.
@@ -118,27 +120,37 @@ def pack_folder(
     source = Path(folder)
     _check_folders(source, Path(out), labels)
     packing = Packing(Path(out), compress, num_workers, skip_broken, overwrite, progress)
-    kind, files = find_kind(source)
-    if kind in READERS:
-        require(READERS[kind], f"pack_folder with {kind}")
-    options = {"spacing": spacing, "size": size, "mode": mode, "classes": classes, "modalities": modalities}
-    _check_options(kind, options, labels)
-    if kind == "images":
-        layout = find_images(source, files, labels, classes)
-        read: Callable[..., Row] = partial(_read_image, mode=_find_mode(files, mode), size=size)
-    else:
-        layout = find_volumes(source, files, labels, modalities, classes, allow_missing=skip_broken)
-        read = partial(read_volume, labeled=layout.masks is not None, spacing=spacing, size=size)
-    paths = [path for path in itertools.chain(*layout.volumes, layout.masks or ()) if path is not None]
-    if kind == "NIfTI files":
-        warn_of_two_affines(paths)
-    contents = {"classes": list(layout.classes), "foreground": None if layout.masks is None else "labels"}
-    return packing.write(_Files(source, layout, read), contents, beside=BESIDE)
+    expect(labels is None or pairs is None, "labels", labels, "None, because pairs= names the label volumes")
+    found = find_samples(source, labels, pairs, classes)
+    is_labeled = found.masks is not None
+    options = {"spacing": spacing, "size": size, "mode": mode, "classes": classes}
+    _check_options(found.kind, options, is_labeled or pairs is not None)
+    read = _reader(found, mode, size, spacing)
+    if is_labeled or len(found.images[0]) > 1:
+        print(describe_pairs(found, source))  # noqa: T201 - to be seen before hours of packing
+    contents = {"classes": list(found.classes), "foreground": "labels" if is_labeled else None}
+    return packing.write(_Files(source, found, read), contents, beside=BESIDE)
 
 
-def _check_folders(source: Path, target: Path, labels: Labels) -> None:
+def _reader(
+    found: Found, mode: str | None, size: Sequence[int] | None, spacing: Sequence[float] | None
+) -> Callable[..., Row]:
+    """Return a function that reads the files of a sample, after checking that the packages for it are there."""
+    if found.kind in READERS:
+        require(READERS[found.kind], f"pack_folder with {found.kind}")
+    if found.kind == "images":
+        return partial(_read_image, mode=_find_mode([path for (path,) in found.images], mode), size=size)
+    if spacing is not None:
+        require("scipy", "pack_folder(spacing=)")
+    if found.kind == "NIfTI files":
+        warn_of_two_affines([*itertools.chain(*found.images), *(found.masks or ())])
+    return partial(read_volume, spacing=spacing, size=size)
+
+
+def _check_folders(source: Path, target: Path, labels: Any) -> None:
     """Raise an error if the source is missing, or the target is inside or around a folder that is read."""
     expect(source.is_dir(), "folder", str(source), "an existing folder", FileNotFoundError)
+    expect(labels is not True, "labels", labels, "a folder of label volumes, None or False", TypeError)
     there = target.resolve()
     for place in (source, *([] if labels is None or isinstance(labels, bool) else [Path(labels)])):
         here = place.resolve()
@@ -146,39 +158,22 @@ def _check_folders(source: Path, target: Path, labels: Labels) -> None:
         expect(not nested, "out", str(target), f"a folder beside {str(place)!r}")
 
 
-def _check_options(kind: str, options: dict[str, Any], labels: Labels) -> None:
+def _check_options(kind: str, options: dict[str, Any], is_labeled: bool) -> None:
     """Raise an error for options that do not apply to this kind of files, and for invalid values."""
-    expect(labels is not True, "labels", labels, "a folder, a suffix, None or False", TypeError)
     images = kind == "images"
-    named = None if labels is False else labels
-    refused = ["labels", "modalities"] if images else ["mode"]
-    refused += ["classes"] if named and not images else []
+    refused = [] if images else ["mode"]
+    refused += ["classes"] if is_labeled else []
     refused += [] if kind == "NIfTI files" else ["spacing"]
-    given = {**options, "labels": named}
     for name in refused:
-        if given[name] is not None:
-            kinds = f"{kind} and label volumes" if named else kind
-            raise ValueError(f"{name}={given[name]!r} does not apply to {kinds}. Leave it out.")
-    _check_values(images, options)
-
-
-def _check_values(images: bool, options: dict[str, Any]) -> None:
-    """Raise an error for invalid values of options."""
+        if options[name] is not None:
+            kinds = f"{kind} and label volumes" if is_labeled else kind
+            raise ValueError(f"{name}={options[name]!r} does not apply to {kinds}. Leave it out.")
     axes, lengths = (2, "(height, width) in pixels") if images else (3, "(depth, height, width) in voxels")
-    what = {
-        "size": f"{lengths}, each at least 1, or None",
-        "mode": "'RGB', 'L' (grayscale), or None",
-        "modalities": "distinct suffixes such as ('_0000', '_0001'), or None",
-        "spacing": "three distances in millimeters above 0, or None",
-    }
-    valid = {
-        "size": lambda size: is_size(size, axes),
-        "mode": lambda mode: mode in ("RGB", "L"),
-        "modalities": lambda ends: is_list(ends) and len(ends) == len(set(ends)) > 0,
-        "spacing": _is_spacing,
-    }
-    for name, is_valid in valid.items():
-        expect(options[name] is None or is_valid(options[name]), name, options[name], what[name])
+    size, mode, spacing = options["size"], options["mode"], options["spacing"]
+    expect(size is None or is_size(size, axes), "size", size, f"{lengths}, each at least 1, or None")
+    expect(mode in (None, "RGB", "L"), "mode", mode, "'RGB', 'L' (grayscale), or None")
+    what = "three distances in millimeters above 0, or None"
+    expect(spacing is None or _is_spacing(spacing), "spacing", spacing, what)
 
 
 def _is_spacing(value: Any) -> bool:
@@ -188,27 +183,24 @@ def _is_spacing(value: Any) -> bool:
 class _Files:
     """The samples of a folder, each read from its files on access."""
 
-    def __init__(self, source: Path, layout: Layout, read: Callable[..., Row]) -> None:
+    def __init__(self, source: Path, found: Found, read: Callable[..., Row]) -> None:
         self.source = source
-        self.layout = layout
+        self.found = found
         self.read = read
 
     def __len__(self) -> int:
-        return len(self.layout.volumes)
+        return len(self.found.images)
 
     def __getitem__(self, index: int) -> Row:
-        volumes, masks, numbers, _ = self.layout
-        row = self.read(volumes[index], None if masks is None else masks[index])
+        _, images, masks, numbers, _ = self.found
+        row = self.read(images[index], None if masks is None else masks[index])
         if numbers is not None:
             row["labels"] = np.asarray(numbers[index], dtype=np.int64)
-        return {**row, "files": self._first(index).relative_to(self.source).as_posix()}
-
-    def _first(self, index: int) -> Path:
-        return next(path for path in self.layout.volumes[index] if path is not None)
+        return {**row, "files": name_below(images[index][0], self.source)}
 
     def name_of(self, index: int) -> str:
         """Return the name of a sample for error messages."""
-        return repr(str(self._first(index)))
+        return repr(str(self.found.images[index][0]))
 
 
 def _find_mode(files: list[Path], mode: str | None) -> str:

@@ -14,35 +14,35 @@ import numpy as np
 
 from lightning_turbo._checks import expect
 from lightning_turbo._optional import installed
-from lightning_turbo.data.packed.resample import resample
 from lightning_turbo.errors import TurboWarning
 
 __all__ = ["read_volume", "warn_of_two_affines"]
 
 CLOSE = 1e-3  # millimeters by which affines may differ
+SAME = 1e-3  # voxels; a smaller difference in position is ignored
+HELD = 1 << 24  # float32 holds each integer up to this one
 
 
 def read_volume(
-    paths: Sequence[Path | None],
-    mask: Path | None,
-    *,
-    labeled: bool,
-    spacing: Sequence[float] | None,
-    size: Sequence[int] | None,
+    paths: Sequence[Path], mask: Path | None, *, spacing: Sequence[float] | None, size: Sequence[int] | None
 ) -> dict[str, Any]:
     """Read a volume with its label volume, affine and spacing; resample it and crop or pad it about its center.
 
     Args:
         paths: The files of its channels.
-        mask: The label volume.
-        labeled: Whether a label volume is required.
+        mask: The label volume, or ``None``.
         spacing: Voxel spacing in millimeters to resample to, or ``None``.
         size: Size to crop or pad to, or ``None``.
     """
-    row, affine = _read_files(paths, mask, labeled=labeled)
-    shape = row["volumes"].shape
+    first, *others = paths
+    volume, affine = _load(first)
+    if others:
+        volume = np.stack([volume, *(_load_beside(path, volume, affine) for path in others)])
+    row = {"volumes": volume}
+    if mask is not None:
+        row["labels"] = _load_label(mask, volume, affine)
     changed = size is not None or spacing is not None
-    expect(len(shape) >= 3 or not changed, "volume", shape, "3 axes, to resample, crop or pad it")
+    expect(volume.ndim >= 3 or not changed, "volume", volume.shape, "3 axes, to resample, crop or pad it")
     if spacing is not None:
         row, affine = _at_spacing(row, affine, spacing)
     if size is not None:
@@ -52,21 +52,6 @@ def read_volume(
     return row
 
 
-def _read_files(paths: Sequence[Path | None], mask: Path | None, *, labeled: bool) -> tuple[dict[str, Any], Any]:
-    """Return the volume, the label volume, and their affine."""
-    missing = [f"channel {number}" for number, path in enumerate(paths) if path is None]
-    missing += ["label volume"] if labeled and mask is None else []
-    what = "the files of all channels and of the label volume"
-    expect(not missing, "files", f"none of {' and '.join(missing)}", what, FileNotFoundError)
-    first, *others = [path for path in paths if path is not None]
-    volume, affine = _load(first)
-    if others:
-        volume = np.stack([volume, *(_load_beside(path, volume, affine) for path in others)])
-    if mask is None:
-        return {"volumes": volume}, affine
-    return {"volumes": volume, "labels": _load_label(mask, volume, affine)}, affine
-
-
 def _at_spacing(row: dict[str, Any], affine: Any, spacing: Sequence[float]) -> tuple[dict[str, Any], Any]:
     """Return the volumes and their affine, resampled to another voxel spacing."""
     given = np.linalg.norm(affine[:3, :3], axis=0)
@@ -74,7 +59,50 @@ def _at_spacing(row: dict[str, Any], affine: Any, spacing: Sequence[float]) -> t
     steps = np.divide(spacing, given)
     scaled = affine.copy()
     scaled[:3, :3] *= steps
-    return {name: resample(array, steps.tolist(), nearest=name == "labels") for name, array in row.items()}, scaled
+    resampled = {"volumes": _resample(_as_float32(row["volumes"]), steps, nearest=False)}
+    if "labels" in row:
+        resampled["labels"] = _resample(row["labels"], steps, nearest=True)
+    return resampled, scaled
+
+
+def _resample(volume: np.ndarray, steps: np.ndarray, *, nearest: bool) -> np.ndarray:
+    """Return a volume resampled along its last three axes, starting at its first voxel.
+
+    An axis of ``n`` voxels gets ``round((n - 1) / step + 1)`` voxels, as in MONAI's ``Spacing``. The last one may lie
+    half a step beyond the border, where the last voxel is repeated.
+
+    Args:
+        volume: Of shape ``(..., *space)``.
+        steps: Distance between the new voxels along each axis, in voxels.
+        nearest: Whether to take the nearest voxel, as for labels, instead of SciPy's cubic spline.
+    """
+    from scipy.ndimage import affine_transform
+
+    space = np.array(volume.shape[-3:])
+    new = np.round((space - 1) / steps + 1).astype(int)
+    if np.array_equal(new, space) and np.abs((new - 1) * steps - (space - 1)).max() < SAME:
+        return volume
+    if nearest:
+        places = [np.rint(np.arange(count) * step).astype(int) for count, step in zip(new, steps, strict=True)]
+        return volume[(..., *np.ix_(*map(np.minimum, places, space - 1)))]
+    resampled = [
+        affine_transform(each, steps, output_shape=tuple(new), order=3, mode="nearest")
+        for each in volume.reshape(-1, *space)
+    ]
+    return np.stack(resampled).reshape(*volume.shape[:-3], *new)
+
+
+def _as_float32(volume: np.ndarray) -> np.ndarray:
+    """Return a volume as float32; raise an error for integers that float32 cannot hold."""
+    with np.errstate(over="ignore"):
+        result = volume.astype(np.float32)
+    if volume.dtype.itemsize > 2 and volume.dtype != np.float32:
+        large = np.abs(result) >= HELD
+        far = volume[large]
+        lost = far[(far == np.rint(far)) & (far != result[large].astype(np.float64))]
+        what = "integers that float32 can hold, the dtype of volumes that are scaled or resampled"
+        expect(not lost.size, "voxels", lost[:1].tolist(), what)
+    return result
 
 
 def _at_size(row: dict[str, Any], affine: Any, size: Sequence[int]) -> tuple[dict[str, Any], Any]:
@@ -104,7 +132,7 @@ def warn_of_two_affines(paths: Sequence[Path]) -> None:
             f"sform and qform differ in {len(found)} of {len(paths)} files, such as {found[0]!r}. The sform is used, "
             "as in nibabel; ITK may use the qform. Set both to the right one if it matters.",
             TurboWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -117,7 +145,7 @@ def _load(path: Path) -> tuple[np.ndarray, Any]:
         file = _open_nifti(path)
         volume = np.asanyarray(file.dataobj)
         if volume.dtype == np.float64 and file.get_data_dtype() != np.float64:  # nibabel applied slope and intercept
-            volume = volume.astype(np.float32)
+            volume = _as_float32(volume)
         # SimpleITK, FSL and others write a trailing axis of size 1, and vectors along the fifth axis.
         volume = volume.squeeze(tuple(axis for axis in range(3, volume.ndim) if volume.shape[axis] == 1))
         expect(volume.ndim <= 4, f"axes of {path.name!r}", volume.shape, "three axes, plus one for channels")

@@ -15,7 +15,7 @@ def test_pairs_of_volumes_keep_spacing_and_affine(nifti, tmp_path, suffix, label
     generator = np.random.default_rng(0)
     scans, masks = [], []
     for n in range(3):
-        scans.append(nifti(f"scans/case_{n}_0000{suffix}", generator.integers(-99, 99, (5, 6, 4), dtype=np.int16)))
+        scans.append(nifti(f"scans/case_{n}{suffix}", generator.integers(-99, 99, (5, 6, 4), dtype=np.int16)))
         masks.append(generator.integers(0, 3, (5, 6, 4)).astype(np.float32))
         if label_suffix == ".npy":
             (tmp_path / "masks").mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ def test_a_label_volume_has_to_lie_on_its_volume(nifti, tmp_path, mask, affine, 
     options = {"labels": tmp_path / "masks", "skip_broken": True}
     assert pack_folder(tmp_path / "scans", tmp_path / "out", **options)["samples"] == 1
     (tmp_path / "masks" / "0.nii.gz").unlink()
-    with pytest.raises(FileNotFoundError, match=r"labels: expected a label volume .* got none for \['0'\]"):
+    with pytest.raises(FileNotFoundError, match=r"labels: expected a file of '.*masks' .* got none for .* \['0'\]"):
         pack_folder(tmp_path / "scans", tmp_path / "other", labels=tmp_path / "masks")
 
 
@@ -138,21 +138,15 @@ def test_files_become_the_channels_of_one_volume(nifti, tmp_path):
     for case, shape in (("a", (4, 3, 2)), ("b", (2, 3, 5))):
         scan(f"{case}_0000", 1, shape), scan(f"{case}_0001", 2, shape)
         nifti(f"masks/{case}.nii.gz", np.ones(shape, np.uint8))
-    options = {"labels": tmp_path / "masks", "modalities": ("_0001", "_0000")}
-    pack_folder(tmp_path / "scans", tmp_path / "out", **options)
-    dataset = PackedDataset(tmp_path / "out")
+    options = {"pairs": (("scans/{case}_0001.nii.gz", "scans/{case}_0000.nii.gz"), "masks/{case}.nii.gz")}
+    pack_folder(tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), **options)
+    dataset = PackedDataset(tmp_path.with_name(f"{tmp_path.name}-out"))
     assert [volume.shape for volume, _ in dataset.__getitems__([0, 1])] == [(2, 4, 3, 2), (2, 2, 3, 5)]
     assert dataset[1][0].flatten(1).unique(dim=1).tolist() == [[2], [1]]
-    scan("c_0000", 1)
-    with pytest.raises(FileNotFoundError, match=r"expected each of .* for the volume 'c', got \['_0000'\]"):
-        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
-    scan("c_0001", 1, (4, 3, 1))
+    scan("c_0000", 1), scan("c_0001", 1, (4, 3, 1))
     nifti("masks/c.nii.gz", np.ones((4, 3, 2), np.uint8))
-    with pytest.raises(ValueError, match=r"c_0001.nii.gz'.*|expected the shape \(4, 3, 2\)"):
-        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
-    scan("d", 1)
-    with pytest.raises(ValueError, match=r"expected names that end in one of .* got '.*d.nii.gz'"):
-        pack_folder(tmp_path / "scans", tmp_path / "other", **options)
+    with pytest.raises(ValueError, match=r"c_0001.nii.gz'.*expected the shape \(4, 3, 1\)"):
+        pack_folder(tmp_path, tmp_path.with_name(f"{tmp_path.name}-other"), **options)
 
 
 @pytest.mark.parametrize("module", ["isal", "gzip"])
@@ -200,7 +194,12 @@ def test_last_axes_of_one_entry_are_dropped(nifti, tmp_path, scan, mask):
 def test_channels_of_files_with_a_last_axis(nifti, tmp_path):
     for n in range(2):
         nifti(f"in/a_{n}.nii", np.full((4, 5, 6, 1), n, np.int16))
-    assert packed(tmp_path / "in", tmp_path / "out", modalities=("_0", "_1"))[0].shape == (2, 4, 5, 6)
+    assert packed(tmp_path / "in", tmp_path / "out", pairs=(["{case}_0.nii", "{case}_1.nii"], None))[0].shape == (
+        2,
+        4,
+        5,
+        6,
+    )
 
 
 def test_an_npy_label_volume_with_a_channel_axis(tmp_path):
@@ -267,6 +266,31 @@ def test_a_label_file_with_a_slope_is_named(nifti, tmp_path):
     nibabel.save(image, tmp_path / "masks" / "a.nii")
     with pytest.raises(ValueError, match=r"masks/a.nii': expected 16-bit integers, got '6 others, such as 0.7'"):
         pack_folder(tmp_path / "scans", tmp_path / "out", labels=tmp_path / "masks")
+
+
+# Integers that float32 cannot hold.
+
+
+@pytest.mark.parametrize("value", [2**24, 2**24 + 1, 2**24 + 2, -(2**24) - 1])
+def test_an_integer_that_float32_cannot_hold_is_refused(nifti, tmp_path, value):
+    """Resampling, and a slope or intercept, make float32 of integers."""
+    nibabel = pytest.importorskip("nibabel")
+    array = np.full((3, 3, 3), value, np.int32)
+    nifti("plain/a.nii", array)
+    assert packed(tmp_path / "plain", tmp_path / "whole")[0].unique().tolist() == [value]
+    (tmp_path / "scaled").mkdir()
+    image = nibabel.Nifti1Image(array - 7, AFFINE)
+    image.header.set_slope_inter(1, 7)
+    content = bytearray(image.to_bytes())
+    content[112:120] = np.array([1, 7], np.float32).tobytes()
+    (tmp_path / "scaled" / "a.nii").write_bytes(content)
+    for name, options in (("plain", {"spacing": (1, 1, 1)}), ("scaled", {})):
+        if value % 2:
+            with pytest.raises(ValueError, match=rf"voxels: expected integers that float32 can hold.*got \[{value}"):
+                pack_folder(tmp_path / name, tmp_path / f"{name}-out", **options)
+        else:
+            found = packed(tmp_path / name, tmp_path / f"{name}-out", **options)[0]
+            assert np.allclose(found, value, atol=0 if name == "scaled" else 4)
 
 
 # Where a file says twice where it lies.

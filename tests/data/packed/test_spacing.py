@@ -1,11 +1,11 @@
-"""Resampling beside MONAI's Spacing, and through pack_folder(spacing=)."""
+"""pack_folder(spacing=) beside MONAI's Spacing."""
 
 import numpy as np
 import pytest
 import torch
 
 from lightning_turbo.data import PackedDataset, pack_folder
-from lightning_turbo.data.packed.resample import resample
+from lightning_turbo.data.packed.volumes import _resample
 
 CASES = {
     "finer and coarser": ((20, 25, 13), (1.5, 0.8, 3.0), (1.0, 1.1, 1.0)),
@@ -35,10 +35,10 @@ def test_volumes_are_those_of_monais_spacing(kind, flip):
     affine[0] *= -1 if flip else 1
     steps = np.divide(new, old).tolist()
     expected, _ = monai(volume, affine, new, 3)
-    found = resample(volume, steps, nearest=False)
+    found = _resample(volume.astype(np.float32), np.array(steps), nearest=False)
     assert (found.dtype, found.shape) == (np.float32, expected.shape)
     assert np.abs(found - expected).max() < 2e-3
-    labels = resample(volume, steps, nearest=True)
+    labels = _resample(volume, np.array(steps), nearest=True)
     assert labels.dtype == np.int16
     assert np.array_equal(labels, monai(volume, affine, new, "nearest")[0])
 
@@ -46,7 +46,7 @@ def test_volumes_are_those_of_monais_spacing(kind, flip):
 def test_splines_go_through_the_voxels_and_follow_a_smooth_volume():
     grid = np.arange(40.0)
     volume = np.sin(grid / 4)[:, None, None] * np.cos(grid[:30] / 5)[:, None] * np.ones(3)
-    found = resample(volume, (0.5, 0.25, 1), nearest=False)
+    found = _resample(volume.astype(np.float32), np.array((0.5, 0.25, 1)), nearest=False)
     assert np.abs(found[::2, ::4] - volume).max() < 1e-5
     places = np.arange(8, 70) / 2
     exact = np.sin(places / 4)[:, None, None] * np.cos(np.arange(16, 100) / 4 / 5)[:, None] * np.ones(3)
