@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lightning_turbo._checks import check_functions, expect
+from lightning_turbo.data.packed.structure import WholeBatch
 from lightning_turbo.data.sample_seeds import loads_batches
 
 __all__ = ["Indexed", "IndexedCollate", "IndexedDataset"]
@@ -32,12 +32,6 @@ class Indexed(_Pair):
     def __new__(cls, index: Any, data: Any) -> Indexed:
         """Create the pair; indices that were collated into a tensor become a list again."""
         return super().__new__(cls, index.tolist() if isinstance(index, Tensor) else index, data)
-
-
-class _Loaded(list[Indexed]):
-    """Samples that a dataset loaded in one call, with the list that it returned, which its collate may recognize."""
-
-    samples: Any
 
 
 class IndexedDataset(Dataset[Indexed]):
@@ -81,9 +75,9 @@ class IndexedDataset(Dataset[Indexed]):
 
     def _load_batch(self, indices: Any) -> list[Indexed]:
         samples = self.dataset.__getitems__(indices)
-        loaded = _Loaded(Indexed(int(index), sample) for index, sample in zip(indices, samples, strict=True))
-        loaded.samples = samples
-        return loaded
+        indexed = (Indexed(int(index), sample) for index, sample in zip(indices, samples, strict=True))
+        # The list that the dataset returned goes on to ``collate``, which may find the whole batch on it.
+        return WholeBatch(indexed, samples)
 
 
 class IndexedCollate:
@@ -99,9 +93,6 @@ class IndexedCollate:
 
     def __call__(self, samples: list[Indexed]) -> Indexed:
         """Return the batch with its indices."""
-        # Pass the same list that the dataset returned: ``PackedDataset.collate`` looks for the whole batch on it.
-        data = [each.data for each in samples]
-        loaded: list[Any] = getattr(samples, "samples", [])
-        if len(loaded) == len(data) and all(map(operator.is_, loaded, data)):
-            data = loaded
+        data = WholeBatch.of(samples)
+        data = [each.data for each in samples] if data is None else data
         return Indexed([each.index for each in samples], self.collate_fn(data))

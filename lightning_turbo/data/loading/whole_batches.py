@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,11 +52,11 @@ class WholeBatches:
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return the batch of the samples at ``indices``."""
-        try:
-            return _read(self._dataset, indices)
-        except _OneByOneError:
-            load = getattr(self._dataset, "__getitems__", None)
-            return default_collate(load(indices) if load else [self._dataset[index] for index in indices])
+        if indices:  # of none, the error is that of a plain loader
+            with contextlib.suppress(_OneByOneError):
+                return _read(self._dataset, indices)
+        load = getattr(self._dataset, "__getitems__", None)
+        return default_collate(load(indices) if load else [self._dataset[index] for index in indices])
 
     def __getattr__(self, name: str) -> Any:
         # Not what Python and pickle ask of this object itself, which may be without attributes still.
@@ -79,8 +80,13 @@ def has_whole_batches(loader: Any) -> bool:
     tensor, an array of NumPy, a ``StackDataset`` of these, and a ``Subset`` of any of them. A class that inherits from
     one of these may load something else, and is not one of them.
     """
-    collates = loader.collate_fn is default_collate and loader._auto_collation
-    return collates and _is_known(loader.dataset) and _is_torchs_own()
+    if loader.collate_fn is not default_collate or not loader._auto_collation or not _is_torchs_own():
+        return False
+    try:
+        _read(loader.dataset, [])
+    except _OneByOneError:
+        return False
+    return True
 
 
 def is_quiet(loader: Any) -> bool:
@@ -89,12 +95,9 @@ def is_quiet(loader: Any) -> bool:
 
 
 def _transforms(dataset: Any) -> bool:
-    """Whether a dataset of arrays has a transform; only a ``PackedDataset`` may."""
-    if isinstance(dataset, Subset):
-        return _transforms(dataset.dataset)
-    if isinstance(dataset, StackDataset):
-        parts: Any = dataset.datasets
-        return any(map(_transforms, parts.values() if isinstance(parts, dict) else parts))
+    """Whether a dataset of arrays has a transform; only a ``PackedDataset`` may, and not in a ``StackDataset``."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
     return isinstance(dataset, PackedDataset) and dataset.transform is not None
 
 
@@ -105,87 +108,71 @@ def _is_torchs_own() -> bool:
     return bool(used) and all(getattr(each, "__module__", "") == default_collate.__module__ for each in used)
 
 
-def _is_known(dataset: Any, beside: bool = False) -> bool:
-    """Whether a dataset is one of those, also ``beside`` others, of which one may have to be loaded one by one."""
-    know = _KNOW.get(type(dataset))
+def _read(dataset: Any, indices: Sequence[Any], beside: bool = False) -> Any:
+    """Return a batch as ``default_collate`` gives it: tuples of samples become lists, dictionaries stay.
+
+    Args:
+        dataset: The dataset.
+        indices: The indices of the samples; of none, nothing is loaded.
+        beside: Whether other datasets load parts of the same samples, of which one may have to be loaded one by one.
+
+    Raises:
+        _OneByOneError: If the samples have to be loaded one by one, of this dataset or at these indices.
+    """
+    read = _READ.get(type(dataset))
     # A method that was set on this object alone.
-    own = "__getitems__" in getattr(dataset, "__dict__", {})
-    return know is not None and not own and know(dataset, beside)
+    if read is None or "__getitems__" in getattr(dataset, "__dict__", {}):
+        raise _OneByOneError
+    return read(dataset, indices, beside)
 
 
-def _know_subset(dataset: Subset[Any], beside: bool) -> bool:
-    return _is_known(dataset.dataset, beside)
-
-
-def _know_stack(dataset: Any, beside: bool) -> bool:
-    parts = dataset.datasets
-    values = parts.values() if isinstance(parts, dict) else parts
-    return type(parts) in (dict, tuple) and all(_is_known(part, beside=True) for part in values)
-
-
-def _know_tensors(dataset: TensorDataset, beside: bool) -> bool:
-    return all(map(_know_tensor, dataset.tensors))
-
-
-def _know_packed(dataset: PackedDataset, beside: bool) -> bool:
-    if dataset.sample_transform is not None or (beside and dataset.transform is not None):
-        return False
-    # The others hold rows that differ in shape.
-    return all(isinstance(each, np.ndarray) for each in dataset.arrays.values())
-
-
-def _know_array(array: np.ndarray, beside: bool = False) -> bool:
-    # Of what torch does not take, the error is that of a plain loader.
-    takes = array.dtype.kind in "biufc" and array.dtype.isnative and array.dtype.itemsize <= 16
-    return takes and array.ndim > 0 and not (array.ndim == 1 and array.dtype == np.uint64)
-
-
-def _know_tensor(tensor: Any, beside: bool = False) -> bool:
-    return _is_plain(tensor) and not (tensor.dim() == 1 and tensor.dtype in _NOT_SELECTED)
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Whether rows of a tensor that are collated one by one are what one index gives."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        return False
-    other = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    return tensor.dim() > 0 and not other
-
-
-def _read(dataset: Any, indices: Sequence[Any]) -> Any:
-    """Return a batch as ``default_collate`` gives it: tuples of samples become lists, dictionaries stay."""
-    return _READ[type(dataset)](dataset, indices)
-
-
-def _read_subset(dataset: Subset[Any], indices: Sequence[Any]) -> Any:
+def _read_subset(dataset: Subset[Any], indices: Sequence[Any], beside: bool) -> Any:
     places: Any = dataset.indices
     if set(map(type, indices)) <= _INTEGERS and isinstance(places, (np.ndarray, Tensor)):
-        return _read(dataset.dataset, places[list(indices)].tolist())
-    return _read(dataset.dataset, [places[index] for index in indices])
+        return _read(dataset.dataset, places[list(indices)].tolist(), beside)
+    return _read(dataset.dataset, [places[index] for index in indices], beside)
 
 
-def _read_stack(dataset: Any, indices: Sequence[Any]) -> Any:
+def _read_stack(dataset: Any, indices: Sequence[Any], beside: bool) -> Any:
     parts = dataset.datasets
     if isinstance(parts, dict):
-        return {name: _read(part, indices) for name, part in parts.items()}
-    return [_read(part, indices) for part in parts]
+        return {name: _read(part, indices, True) for name, part in parts.items()}
+    return [_read(part, indices, True) for part in parts]
 
 
-def _read_tensors(dataset: TensorDataset, indices: Sequence[Any]) -> list[Tensor]:
-    index = torch.tensor(_check(indices, len(dataset)), device="cpu")
-    return [tensor.index_select(0, index) for tensor in dataset.tensors]
+def _read_tensors(dataset: TensorDataset, indices: Sequence[Any], beside: bool) -> list[Tensor]:
+    rows = _rows(dataset.tensors, indices)
+    return [tensor.index_select(0, rows) for tensor in dataset.tensors]
 
 
-def _read_tensor(tensor: Tensor, indices: Sequence[Any]) -> Tensor:
-    return tensor.index_select(0, torch.tensor(_check(indices, len(tensor)), device="cpu"))
+def _read_tensor(tensor: Tensor, indices: Sequence[Any], beside: bool) -> Tensor:
+    return tensor.index_select(0, _rows([tensor], indices))
 
 
-def _read_array(array: np.ndarray, indices: Sequence[Any]) -> Tensor:
-    return torch.from_numpy(np.take(array, _check(indices, len(array)), axis=0))
+def _rows(tensors: Sequence[Tensor], indices: Sequence[Any]) -> Tensor:
+    """Return ``indices`` as a tensor, with which ``index_select`` takes the rows of tensors."""
+    for tensor in tensors:
+        if not _is_plain(tensor) or (tensor.dim() == 1 and tensor.dtype in _NOT_SELECTED):
+            raise _OneByOneError
+    return torch.tensor(_check(indices, len(tensors[0])), dtype=torch.int64, device="cpu")
 
 
-def _read_packed(dataset: PackedDataset, indices: Sequence[Any]) -> Any:
+def _read_array(array: np.ndarray, indices: Sequence[Any], beside: bool) -> Tensor:
+    # Of what torch does not take, the error is that of a plain loader.
+    takes = array.dtype.kind in "biufc" and array.dtype.isnative and array.dtype.itemsize <= 16
+    if not takes or array.ndim == 0 or (array.ndim == 1 and array.dtype == np.uint64):
+        raise _OneByOneError
+    return torch.from_numpy(np.take(array, np.asarray(_check(indices, len(array)), dtype=np.int64), axis=0))
+
+
+def _read_packed(dataset: PackedDataset, indices: Sequence[Any], beside: bool) -> Any:
+    own = dataset.sample_transform is not None or (beside and dataset.transform is not None)
+    # Others than arrays hold rows that differ in shape.
+    if own or not all(isinstance(each, np.ndarray) for each in dataset.arrays.values()):
+        raise _OneByOneError
     count = len(_check(indices, len(dataset)))
+    if not count:
+        return None
     if dataset.transform is None:
         return _collated(dataset.batch(indices), count, copy=False)
     # Once, as a transform may draw random numbers; what it returns may be no tensors, or part of what it keeps.
@@ -196,19 +183,23 @@ def _read_packed(dataset: PackedDataset, indices: Sequence[Any]) -> Any:
         return default_collate(samples)
 
 
-_KNOW: dict[type, Any] = {
-    Subset: _know_subset, StackDataset: _know_stack, TensorDataset: _know_tensors, PackedDataset: _know_packed,
-    Tensor: _know_tensor, np.ndarray: _know_array, np.memmap: _know_array,
-}  # fmt: skip
 _READ: dict[type, Any] = {
     Subset: _read_subset, StackDataset: _read_stack, TensorDataset: _read_tensors, PackedDataset: _read_packed,
     Tensor: _read_tensor, np.ndarray: _read_array, np.memmap: _read_array,
 }  # fmt: skip
 
 
+def _is_plain(tensor: Any) -> bool:
+    """Whether rows of a tensor that are collated one by one are what one index gives."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    other = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.dim() > 0 and not other
+
+
 def _check(indices: Sequence[Any], length: int) -> Sequence[Any]:
-    """Return ``indices`` if they are integers of rows, and at least one."""
-    if set(map(type, indices)) <= _INTEGERS and indices and min(indices) >= 0 and max(indices) < length:
+    """Return ``indices`` if they are integers of rows."""
+    if set(map(type, indices)) <= _INTEGERS and (not indices or (min(indices) >= 0 and max(indices) < length)):
         return indices
     raise _OneByOneError
 

@@ -101,8 +101,7 @@ class PackedDataset(Dataset[Any]):
         if self.sample_transform is not None:
             samples = split_batch(batch, len(indices))
             return [self._finish(index, sample) for index, sample in zip(indices, samples, strict=True)]
-        # For ``collate``, which returns the batch itself instead of copying every row again.
-        return WholeBatch.split(batch, len(indices))
+        return WholeBatch(split_batch(batch, len(indices)), batch)
 
     def _finish(self, index: int, sample: Any) -> Any:
         seed_sample(index)

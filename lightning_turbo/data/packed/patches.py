@@ -17,7 +17,7 @@ from lightning_turbo._checks import check_count, check_functions, expect, is_lis
 from lightning_turbo.data.packed.intensities import Intensities
 from lightning_turbo.data.packed.packed_dataset import PackedDataset, open_fields
 from lightning_turbo.data.packed.rows import Rows, open_rows, read_row, shape_at
-from lightning_turbo.data.packed.structure import WholeBatch, build
+from lightning_turbo.data.packed.structure import WholeBatch, build, split_batch
 from lightning_turbo.data.sample_seeds import seed_sample
 
 __all__ = ["PatchDataset"]
@@ -139,7 +139,7 @@ class PatchDataset(Dataset[Any]):
             return [self[index] for index in indices]
         places = [self._draw(index) for index in indices]
         batch = build(volumes.template, {name: self._read(name, places) for name in volumes.arrays})
-        return WholeBatch.split(batch, len(indices))
+        return WholeBatch(split_batch(batch, len(indices)), batch)
 
     collate = staticmethod(PackedDataset.collate)
 

@@ -66,21 +66,20 @@ def split_batch(batch: Any, rows: int) -> Iterable[Any]:
 
 
 class WholeBatch(list[Any]):
-    """The samples of a batch together with the batch that they were split from.
+    """The samples of a batch together with the batch whose rows they are, so that ``collate`` need not copy them.
 
-    A list derived from it, or one whose samples were replaced or modified since, has no batch.
+    This is the one way to say so. A list derived from it, or one whose samples were replaced or modified since, has no
+    batch. In another process it is a list, because the samples share no memory with the batch there.
+
+    Args:
+        samples: The samples.
+        batch: What they are the rows of.
     """
 
-    _batch: Any = None
-    _parts: Any = None
-
-    @classmethod
-    def split(cls, batch: Any, rows: int) -> WholeBatch:
-        """Return the samples of a batch with ``rows`` rows."""
-        samples = cls(split_batch(batch, rows))
-        samples._batch = batch
-        samples._parts = [_parts_of(sample) for sample in samples]
-        return samples
+    def __init__(self, samples: Iterable[Any], batch: Any) -> None:
+        super().__init__(samples)
+        self._batch = batch
+        self._parts = [_parts_of(sample) for sample in self]
 
     @classmethod
     def of(cls, samples: list[Any]) -> Any:
@@ -91,7 +90,7 @@ class WholeBatch(list[Any]):
         return None
 
     def __reduce__(self) -> Any:
-        return list, (list(self),)  # in another process the samples share no memory with the batch
+        return list, (list(self),)
 
 
 def _parts_of(value: Any) -> Any:

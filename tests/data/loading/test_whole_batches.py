@@ -294,6 +294,16 @@ def test_errors_are_those_of_a_data_loader(index):
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize("make", [tensors, lambda: PackedDataset(np.ones((4, 2)))])
+def test_a_batch_of_no_samples_is_the_error_of_a_data_loader(make):
+    errors = []
+    for kind in (DataLoader, PrefetchLoader):
+        with pytest.raises((IndexError, TypeError)) as caught:
+            next(iter(kind(make(), batch_sampler=[[]])))
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+
+
 def test_batches_of_one_sample_without_a_size_stay_samples():
     assert not differences(*[list(kind(tensors(3), batch_size=None)) for kind in (DataLoader, PrefetchLoader)])
 
