@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -14,13 +13,12 @@ from torch import Tensor
 from lightning_turbo import _optional
 from lightning_turbo._checks import check_functions, expect
 from lightning_turbo.data.dali.pipelines import (
+    Built,
     Placement,
     Settings,
-    as_label,
     check_reader,
-    count_kept,
     draw_seed,
-    filled_arguments,
+    own_arguments,
 )
 
 __all__ = ["BuiltDynamic", "DynamicPipeline"]
@@ -88,12 +86,8 @@ def _context(num_threads: int, device_id: int | None) -> Any:
     return context
 
 
-class BuiltDynamic:
-    """A dynamic-mode reader, built for an epoch or from a ``snapshot`` in ``saved``.
-
-    It has the methods and the lifetime of a ``BuiltPipeline``. The reader repeats its shard endlessly; this class
-    counts the batches of an epoch.
-    """
+class BuiltDynamic(Built):
+    """A reader of DALI's dynamic mode. It repeats its shard endlessly, so that the batches of an epoch are counted."""
 
     def __init__(
         self,
@@ -107,23 +101,15 @@ class BuiltDynamic:
     ) -> None:
         import nvidia.dali.experimental.dynamic as ndd
 
-        self.placement = placement
-        self.epoch = epoch
-        self._settings = settings
-        self.passes, self.taken = saved["passes"], saved["taken"]
         self._pipeline = pipeline
         self._context = _context(num_threads, placement.device_id)
         self._rng = ndd.random.RNG(seed=draw_seed(seed, epoch, placement.rank + 1))
-        known = inspect.signature(pipeline.reader).parameters
-        others = sorted(set(settings.arguments) - set(known))
-        expect(not others, "arguments", others, f"arguments of the reader function, {list(known)}", TypeError)
-        given = {**filled_arguments(pipeline.reader, placement, seed, epoch), **settings.arguments}
+        given = own_arguments(pipeline.reader, settings, placement, seed, epoch)
         # After its metadata was read, a reader reads batches of one sample, so a separate reader is used for that.
         reader = pipeline.reader(**given)
         kind = "a reader of nvidia.dali.experimental.dynamic.readers"
         expect(hasattr(reader, "get_metadata"), "what reader returned", reader, kind, TypeError)
-        self._meta = reader.get_metadata()
-        self.samples: int = self._meta["epoch_size"]
+        super().__init__(reader.get_metadata(), settings, placement, epoch, saved)
         check_reader("of the DynamicPipeline", self._meta, placement, self.samples)
         self._reader = pipeline.reader(**given)
         self._batches: Generator[Any] = (nothing for nothing in ())
@@ -131,32 +117,19 @@ class BuiltDynamic:
             reader_state, rng_state = saved["checkpoint"]
             self._reader.set_state(reader_state)
             self._rng.set_state(rng_state)
-        own = math.ceil(self.samples / placement.world_size)
-        self._read_in_an_epoch = math.ceil(own / settings.batch_size)
 
-    def __len__(self) -> int:
-        if self._settings.drop_last:
-            return self.samples // self.placement.world_size // self._settings.batch_size
-        return self._read_in_an_epoch
-
-    def take(self) -> list[Tensor]:
-        """Return the next batch, without padding in the last one."""
+    def _read(self) -> list[Tensor]:
         with self._context:
-            outputs = self._made_of(self._read())
+            outputs = self._made_of(self._next())
             if not self.taken:
                 self._reader.get_state()  # raises now, not at the first checkpoint, if the reader has no state
-            tensors = [as_label(output.torch(pad=self._pipeline.pad)) for output in outputs]
-        self.taken += 1
-        if self._settings.drop_last or self.taken < len(self):
-            return tensors
-        kept = count_kept(self._meta, self.passes, len(self), self._settings.batch_size)
-        return [tensor[:kept] for tensor in tensors]
+            return [output.torch(pad=self._pipeline.pad) for output in outputs]
 
-    def _read(self) -> Any:
+    def _next(self) -> Any:
         """Read a batch. At the end of a pass, the reader starts the next one, at a position that DALI tracks."""
         with contextlib.suppress(StopIteration):
             return next(self._batches)
-        self._batches = self._reader.next_epoch(batch_size=self._settings.batch_size)
+        self._batches = self._reader.next_epoch(batch_size=self.settings.batch_size)
         return next(self._batches)
 
     def _made_of(self, read: Any) -> tuple[Any, ...]:
@@ -174,21 +147,16 @@ class BuiltDynamic:
             expect(hasattr(output, "torch"), "what process returned", output, kind, TypeError)
         return outputs
 
-    def rewind(self) -> None:
-        """Advance from the end of an epoch to the start of the next."""
+    def _rewind(self) -> None:
         # Dropped batches are read as well, so that the reader completes its pass.
         with self._context:
-            for _ in range(self.taken, self._read_in_an_epoch):
-                self._read()
-        self.passes, self.taken = self.passes + 1, 0
+            for _ in range(self.taken, self.read_in_an_epoch):
+                self._next()
+
+    def _checkpoint(self) -> Any:
+        started = self.taken or self.passes
+        return (str(self._reader.get_state()), str(self._rng.get_state())) if started else None
 
     def close(self) -> None:
         """Abort the reader's current pass."""
         self._batches.close()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the states of reader and random numbers, and the counters."""
-        states = None
-        if self.taken or self.passes:
-            states = (str(self._reader.get_state()), str(self._rng.get_state()))
-        return {"checkpoint": states, "epoch": self.epoch, "passes": self.passes, "taken": self.taken}

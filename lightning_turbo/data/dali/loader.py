@@ -15,7 +15,7 @@ from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
 from lightning_turbo._machine import count_cores
 from lightning_turbo.data.dali.dynamic import BuiltDynamic, DynamicPipeline
 from lightning_turbo.data.dali.images import ImageFolder
-from lightning_turbo.data.dali.pipelines import BuiltPipeline, Placement, Settings, explained, pipeline_arguments
+from lightning_turbo.data.dali.pipelines import Built, BuiltPipeline, Placement, Settings, explained, pipeline_arguments
 
 __all__ = ["DALILoader"]
 
@@ -102,7 +102,7 @@ class DALILoader:
         # The current epoch, the number of its batches returned so far, and the epoch that the next iter() begins.
         self.epoch = self._batch = self._next = 0
         self._loaded: dict[str, Any] | None = None
-        self._built: BuiltPipeline | BuiltDynamic | None = None
+        self._built: Built | None = None
         self.place("cpu" if device is None else device, rank, world_size)
 
     @property
@@ -139,7 +139,7 @@ class DALILoader:
 
     def close(self) -> None:
         """Release the pipeline, its threads and its memory. The next epoch rebuilds it."""
-        if isinstance(self._built, BuiltDynamic):
+        if self._built is not None:
             self._built.close()
         self._built = None
 
@@ -167,7 +167,7 @@ class DALILoader:
                     "was closed. Use one loader per iteration."
                 )
 
-    def _begin(self) -> BuiltPipeline | BuiltDynamic:
+    def _begin(self) -> Built:
         """Move the pipeline to the first batch of the next epoch, or to the position of a loaded state."""
         loaded = self._loaded
         self._loaded = None
@@ -196,7 +196,7 @@ class DALILoader:
         if saved:
             self._built = self._build(saved["epoch"], saved)
 
-    def _current(self, epoch: int) -> BuiltPipeline | BuiltDynamic:
+    def _current(self, epoch: int) -> Built:
         """Return the pipeline; build it for ``epoch`` if there is none, or if rank, world size or device changed."""
         if self._built is None or self._built.placement != self._placement():
             self.close()
@@ -206,7 +206,7 @@ class DALILoader:
                 raise explained(error, self._placement()) from error
         return self._built
 
-    def _build(self, epoch: int, saved: Mapping[str, Any] = BEGINNING) -> BuiltPipeline | BuiltDynamic:
+    def _build(self, epoch: int, saved: Mapping[str, Any] = BEGINNING) -> Built:
         placement = self._placement()
         if isinstance(self.pipeline, DynamicPipeline):
             settings = self._settings
@@ -267,7 +267,7 @@ class DALILoader:
         self._loaded = state
         self._next = state["epoch"] + (state["batch"] == state["batches"])
 
-    def _sizes(self, built: BuiltPipeline | BuiltDynamic) -> dict[str, Any]:
+    def _sizes(self, built: Built) -> dict[str, Any]:
         own = {"batch_size": self._settings.batch_size, "drop_last": self._settings.drop_last}
         return {**own, "samples": built.samples, "batches": len(built), "world_size": built.placement.world_size}
 

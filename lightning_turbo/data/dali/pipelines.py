@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,8 @@ from torch import Tensor
 from lightning_turbo._checks import expect
 
 __all__ = [
-    "BuiltPipeline", "Placement", "Settings", "as_label", "check_reader", "count_kept", "draw_seed", "explained",
-    "filled_arguments", "pipeline_arguments",
+    "Built", "BuiltPipeline", "Placement", "Settings", "check_reader", "draw_seed", "explained", "own_arguments",
+    "pipeline_arguments",
 ]  # fmt: skip
 
 
@@ -39,25 +41,87 @@ class Settings:
     arguments: Mapping[str, Any]
 
 
-class BuiltPipeline:
-    """A pipeline with DALI's iterator, built for an epoch or from a ``snapshot`` in ``saved``.
+class Built(ABC):
+    """What a ``DALILoader`` reads from, built for an epoch or from a ``snapshot`` in ``saved``.
 
     A ``DALILoader`` creates it at the first batch or ``len``, and drops it in ``close``, after an error, or when an
     epoch begins that it cannot reach. It was built for ``epoch``; since then it has completed ``passes`` epochs and
     returned ``taken`` batches of the current one.
+
+    Args:
+        meta: DALI's metadata of the reader.
+        settings: The user's settings.
+        placement: Where it runs.
+        epoch: The epoch for which it is built.
+        saved: A snapshot, or the one of a beginning.
     """
+
+    def __init__(
+        self, meta: Mapping[str, Any], settings: Settings, placement: Placement, epoch: int, saved: Mapping[str, Any]
+    ) -> None:
+        self.samples: int = meta["epoch_size"]
+        self.placement = placement
+        self.epoch = epoch
+        self.passes, self.taken = saved["passes"], saved["taken"]
+        self.settings = settings
+        self._meta = meta
+
+    @property
+    def read_in_an_epoch(self) -> int:
+        """Number of batches of a rank in an epoch, including one that ``drop_last`` drops."""
+        return math.ceil(math.ceil(self.samples / self.placement.world_size) / self.settings.batch_size)
+
+    def __len__(self) -> int:
+        if self.settings.drop_last:
+            return self.samples // self.placement.world_size // self.settings.batch_size
+        return self.read_in_an_epoch
+
+    def take(self) -> list[Tensor]:
+        """Return the next batch, without padding in the last one."""
+        tensors = [as_label(tensor) for tensor in self._read()]
+        self.taken += 1
+        if self.settings.drop_last or self.taken < len(self):
+            return tensors
+        kept = count_kept(self._meta, self.passes, len(self), self.settings.batch_size)
+        return [tensor[:kept] for tensor in tensors]
+
+    def rewind(self) -> None:
+        """Advance from the end of an epoch to the start of the next."""
+        self._rewind()
+        self.passes, self.taken = self.passes + 1, 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return DALI's checkpoint and the counters."""
+        counters = {"epoch": self.epoch, "passes": self.passes, "taken": self.taken}
+        return {"checkpoint": self._checkpoint(), **counters}
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is under way."""
+
+    @abstractmethod
+    def _read(self) -> list[Tensor]:
+        """Return the next batch, padded if it is the last one."""
+
+    @abstractmethod
+    def _rewind(self) -> None:
+        """Advance DALI from the end of an epoch to the start of the next."""
+
+    @abstractmethod
+    def _checkpoint(self) -> Any:
+        """Return DALI's own state."""
+
+
+class BuiltPipeline(Built):
+    """A pipeline with DALI's iterator."""
 
     def __init__(
         self, pipeline: Any, settings: Settings, placement: Placement, epoch: int, saved: Mapping[str, Any]
     ) -> None:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-        self.placement = placement
-        self.epoch = epoch
-        self._drops = settings.drop_last
-        self.passes, self.taken = saved["passes"], saved["taken"]
-        reader, self._meta = _check_readers(pipeline.reader_meta(), placement)
-        self.samples: int = self._meta["epoch_size"]
+        reader, meta = _check_readers(pipeline.reader_meta(), placement)
+        super().__init__(meta, settings, placement, epoch, saved)
         self._names = [str(number) for number in range(pipeline.num_outputs)]
         # With PARTIAL, DALI gives an empty batch, whose mean loss is NaN, to a rank that is one sample short.
         policy = LastBatchPolicy.DROP if settings.drop_last else LastBatchPolicy.FILL
@@ -67,47 +131,41 @@ class BuiltPipeline:
         if self.taken == len(self):
             next(self._iterator, None)  # a restored iterator must raise StopIteration before its reset
 
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def take(self) -> list[Tensor]:
-        """Return the next batch, without padding in the last one."""
+    def _read(self) -> list[Tensor]:
         (batch,) = next(self._iterator)
-        self.taken += 1
-        is_whole = self._drops or self.taken < len(self)
-        kept = None if is_whole else count_kept(self._meta, self.passes, len(self), self._iterator.batch_size)
-        return [as_label(batch[name])[:kept] for name in self._names]
+        return [batch[name] for name in self._names]
 
-    def rewind(self) -> None:
-        """Advance from the end of an epoch to the start of the next."""
+    def _rewind(self) -> None:
         self._iterator.reset()
-        self.passes, self.taken = self.passes + 1, 0
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return DALI's checkpoint and the counters."""
+    def _checkpoint(self) -> Any:
         (checkpoint,) = self._iterator.checkpoints()
-        return {"checkpoint": checkpoint, "epoch": self.epoch, "passes": self.passes, "taken": self.taken}
+        return checkpoint
+
+    def close(self) -> None:
+        """Do nothing: the pipeline ends with its last reference."""
 
 
-def filled_arguments(function: Callable[..., Any], placement: Placement, seed: int, epoch: int) -> dict[str, Any]:
-    """Return those of the loader's own arguments that a user's function accepts."""
+def own_arguments(
+    function: Callable[..., Any], settings: Settings, placement: Placement, seed: int, epoch: int
+) -> dict[str, Any]:
+    """Return those of the loader's own arguments that a user's function accepts, and the user's."""
+    known = inspect.signature(function).parameters
+    others = sorted(set(settings.arguments) - set(known))
+    expect(not others, "arguments", others, f"arguments of the function, {list(known)}", TypeError)
     filled = {
         "shard_id": placement.rank,
         "num_shards": placement.world_size,
         "device": "cpu" if placement.device_id is None else "gpu",
         "order_seed": draw_seed(seed, epoch),
     }
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in filled.items() if name in known}
+    return {name: value for name, value in filled.items() if name in known} | dict(settings.arguments)
 
 
 def pipeline_arguments(
     function: Callable[..., Any], settings: Settings, placement: Placement, seed: int, epoch: int
 ) -> dict[str, Any]:
     """Return the arguments of DALI and those that the pipeline function accepts."""
-    known = inspect.signature(function).parameters
-    others = sorted(set(settings.arguments) - set(known))
-    expect(not others, "arguments", others, f"arguments of the pipeline function, {list(known)}", TypeError)
     return {
         "batch_size": settings.batch_size,
         "device_id": placement.device_id,
@@ -115,8 +173,7 @@ def pipeline_arguments(
         "exec_dynamic": True,  # batches share DALI's memory and keep it alive
         "seed": draw_seed(seed, epoch, placement.rank + 1),
         "enable_checkpointing": True,
-        **filled_arguments(function, placement, seed, epoch),
-        **settings.arguments,
+        **own_arguments(function, settings, placement, seed, epoch),
     }
 
 
