@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,35 +19,43 @@ STEP = 0x9E3779B97F4A7C15 - 2**64
 FACTORS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
-def _mix(numbers: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers in place with SplitMix64; products wrap on a CPU and on CUDA."""
+Numbers = TypeVar("Numbers", np.ndarray, Tensor)
+
+
+def _mix(numbers: Numbers) -> Numbers:
+    """Mix the bits of int64 numbers in place with SplitMix64; products wrap in NumPy, and in torch on any device."""
     for shift, factor in zip((30, 27), FACTORS, strict=True):
-        numbers.bitwise_xor_(_shifted(numbers, shift)).mul_(factor)
-    return numbers.bitwise_xor_(_shifted(numbers, 31))
+        numbers ^= _shifted(numbers, shift)
+        numbers *= factor
+    numbers ^= _shifted(numbers, 31)
+    return numbers
 
 
-def _shifted(numbers: Tensor, count: int) -> Tensor:
-    """Shift right and fill with zeros; torch's operator repeats the sign bit."""
-    return (numbers >> count).bitwise_and_((1 << (64 - count)) - 1)
+def _shifted(numbers: Numbers, count: int) -> Numbers:
+    """Shift right and fill with zeros; the operators repeat the sign bit."""
+    shifted = numbers >> count
+    shifted &= (1 << (64 - count)) - 1
+    return shifted
 
 
 class Draws:
     """The random numbers that one transform draws for the samples of a batch.
 
     The draws are vectors on the CPU, a few dozen numbers per batch, so the host knows which samples a transform changes
-    without waiting for the device. Only the noise of ``normal`` is generated on the device.
+    without waiting for the device. They are made by NumPy, whose calls cost less than torch's for so few numbers. Only
+    the noise of ``normal`` is generated on the device.
 
     Args:
-        keys: The keys of the samples, int64 of shape ``(n,)`` on the CPU.
+        keys: The keys of the samples, int64 of shape ``(n,)``.
         position: The position of the transform in the list, from 0.
         samples: Seed, epoch and indices of the samples, for transforms that are seeded with them.
     """
 
-    def __init__(self, keys: Tensor, position: int, samples: tuple[int, int, list[int]]) -> None:
+    def __init__(self, keys: np.ndarray, position: int, samples: tuple[int, int, list[int]]) -> None:
         self.position = position
         self.samples = samples
         # One key per sample and transform: however much one transform draws, the next one gets the same numbers.
-        self._keys = _mix(keys + STEP * torch.tensor(position + 1))
+        self._keys = _mix(keys + STEP * np.array([position + 1], dtype=np.int64))
         self._drawn = 0
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
@@ -55,11 +65,11 @@ class Draws:
             float64 of shape ``(n, *shape)``, on the CPU.
         """
         count = math.prod(shape)
-        numbers = torch.arange(self._drawn + 1, self._drawn + count + 1)
+        numbers = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.int64)
         self._drawn += count
         bits = _mix(self._keys[:, None] + STEP * numbers)
-        unit = _shifted(bits, 11).double() * 2.0**-53
-        return (low + (high - low) * unit).view(-1, *shape)
+        unit = _shifted(bits, 11) * 2.0**-53
+        return torch.from_numpy(low + (high - low) * unit).view(-1, *shape)
 
     def rows(self, p: float) -> Tensor:
         """Draw which samples change, each with probability ``p``; return their positions in the batch."""
@@ -93,7 +103,8 @@ class Draws:
         count = math.prod(shape)
         self._drawn += 1
         # Each field has its own key, so that it shares no numbers with the vectors.
-        keys = _mix(_mix(self._keys[rows] + STEP * torch.tensor(self._drawn)) + 1).to(device)
+        own = _mix(_mix(self._keys[rows.numpy()] + STEP * np.array([self._drawn], dtype=np.int64)) + 1)
+        keys = torch.from_numpy(own).to(device)
         bits = _mix(keys[:, None] + STEP * torch.arange((count + 1) // 2, device=device))
         low, high = bits & 0xFFFFFF, (bits >> 40).bitwise_and_(0xFFFFFF)
         radius = high.float().add_(0.5).mul_(2.0**-24).log_().mul_(-2).sqrt_()
@@ -111,7 +122,7 @@ def draws_of(seed: int, epoch: int, indices: Sequence[int], count: int) -> list[
         indices: The index of each sample in its dataset.
         count: Number of transforms.
     """
-    # torch has no unsigned 64-bit integers: the seed, below 2**64, is shifted into the signed range.
+    # In signed integers, which is what torch has: the seed, below 2**64, is shifted into their range.
     base = seeds_of(seed, epoch, 0, kind="augment")[0] - 2**63
-    keys = _mix(torch.tensor(list(indices), dtype=torch.int64) * STEP + base)
+    keys = _mix(np.array(list(indices), dtype=np.int64) * STEP + base)
     return [Draws(keys, position, (seed, epoch, list(indices))) for position in range(count)]

@@ -111,7 +111,10 @@ def crop(batch: Tensor, begin: Tensor, size: Sequence[int]) -> Tensor:
     """
 
     def cut(sample: Tensor, place: Sequence[int]) -> Tensor:
-        return sample[(slice(None), *(slice(at, at + length) for at, length in zip(place, size, strict=True)))]
+        # An index of several slices takes four times as long.
+        for axis, (at, length) in enumerate(zip(place, size, strict=True), 1):
+            sample = sample.narrow(axis, at, length)
+        return sample
 
     return torch.stack([cut(sample, place) for sample, place in zip(batch, begin.tolist(), strict=True)])
 
