@@ -12,7 +12,7 @@ from lightning_turbo.data.loading.loader import DEPTH
 
 __all__ = ["PrefetchDataModule"]
 
-_ACCEPTED = (*("prefetch_batches", "threads", "device_prefetch", "device_transform", "sample_seeds", "exact_resume"),)
+_ACCEPTED = ("prefetch_batches", "threads", "device_prefetch", "device_transform", "sample_seeds", "exact_resume")
 
 
 class PrefetchDataModule(LightningDataModule):

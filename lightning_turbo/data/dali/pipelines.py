@@ -95,8 +95,7 @@ class Built(ABC):
         counters = {"epoch": self.epoch, "passes": self.passes, "taken": self.taken}
         return {"checkpoint": self._checkpoint(), **counters}
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a pipeline ends with its last reference
         """End what is under way."""
 
     @abstractmethod
@@ -141,9 +140,6 @@ class BuiltPipeline(Built):
     def _checkpoint(self) -> Any:
         (checkpoint,) = self._iterator.checkpoints()
         return checkpoint
-
-    def close(self) -> None:
-        """Do nothing: the pipeline ends with its last reference."""
 
 
 def own_arguments(

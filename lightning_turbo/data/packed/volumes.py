@@ -59,7 +59,8 @@ def _at_spacing(row: dict[str, Any], affine: Any, spacing: Sequence[float]) -> t
     steps = np.divide(spacing, given)
     scaled = affine.copy()
     scaled[:3, :3] *= steps
-    resampled = {"volumes": _resample(_as_float32(row["volumes"]), steps, nearest=False)}
+    volume = _as_float32(row["volumes"], is_whole=row["volumes"].dtype.kind in "iu")
+    resampled = {"volumes": _resample(volume, steps, nearest=False)}
     if "labels" in row:
         resampled["labels"] = _resample(row["labels"], steps, nearest=True)
     return resampled, scaled
@@ -92,15 +93,22 @@ def _resample(volume: np.ndarray, steps: np.ndarray, *, nearest: bool) -> np.nda
     return np.stack(resampled).reshape(*volume.shape[:-3], *new)
 
 
-def _as_float32(volume: np.ndarray) -> np.ndarray:
-    """Return a volume as float32; raise an error for integers that float32 cannot hold."""
+def _as_float32(volume: np.ndarray, *, is_whole: bool) -> np.ndarray:
+    """Return a volume as float32.
+
+    Args:
+        volume: The volume.
+        is_whole: Whether it holds integers, of which float32 has to hold each.
+
+    Raises:
+        ValueError: If float32 cannot hold an integer.
+    """
     with np.errstate(over="ignore"):
         result = volume.astype(np.float32)
-    if volume.dtype.itemsize > 2 and volume.dtype != np.float32:
-        large = np.abs(result) >= HELD
-        far = volume[large]
-        lost = far[(far == np.rint(far)) & (far != result[large].astype(np.float64))]
-        what = "integers that float32 can hold, the dtype of volumes that are scaled or resampled"
+    if is_whole and volume.dtype.itemsize > 2:
+        far = np.abs(result) >= HELD
+        lost = volume[far][volume[far] != result[far].astype(np.float64)]
+        what = "integers that float32 can hold, the dtype of volumes that are shifted by an intercept or resampled"
         expect(not lost.size, "voxels", lost[:1].tolist(), what)
     return result
 
@@ -145,7 +153,8 @@ def _load(path: Path) -> tuple[np.ndarray, Any]:
         file = _open_nifti(path)
         volume = np.asanyarray(file.dataobj)
         if volume.dtype == np.float64 and file.get_data_dtype() != np.float64:  # nibabel applied slope and intercept
-            volume = _as_float32(volume)
+            is_whole = file.get_data_dtype().kind in "iu" and abs(file.dataobj.slope) == 1
+            volume = _as_float32(volume, is_whole=is_whole)
         # SimpleITK, FSL and others write a trailing axis of size 1, and vectors along the fifth axis.
         volume = volume.squeeze(tuple(axis for axis in range(3, volume.ndim) if volume.shape[axis] == 1))
         expect(volume.ndim <= 4, f"axes of {path.name!r}", volume.shape, "three axes, plus one for channels")
