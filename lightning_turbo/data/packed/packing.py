@@ -205,6 +205,8 @@ class Packing:
             folder.replace(self.target)
         except OSError:  # where locks do not keep processes apart, the first one to finish wins
             if not self.target.exists():
+                if old.exists():
+                    old.replace(self.target)
                 raise
             self._check_target()
         shutil.rmtree(old, ignore_errors=True)

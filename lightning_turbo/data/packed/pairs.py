@@ -192,7 +192,7 @@ def _read_table(source: Path, path: Path) -> list[Row]:
     return [([source / row[name] for name in columns if name != LABEL], source / row[LABEL]) for row in rows]
 
 
-def _match(source: Path, images: list[str], label: str | None) -> list[Row]:
+def _match(source: Path, images: list[Any], label: Any) -> list[Row]:
     """Return the files that patterns find, joined by what stands for ``{case}``."""
     masks = {} if label is None else _find(source, label)
     # The pattern "{case}.nii.gz" also fits the label volumes "{case}_seg.nii.gz" beside the volumes.
@@ -203,14 +203,10 @@ def _match(source: Path, images: list[str], label: str | None) -> list[Row]:
     return _joined("pairs", columns if label is None else [*columns, (label, masks)], has_masks=label is not None)
 
 
-def _find(source: Path, pattern: str) -> dict[str, Path]:
+def _find(source: Path, pattern: Any) -> dict[str, Path]:
     """Return the files that fit a pattern, by the name of their case."""
-    expect(
-        isinstance(pattern, str) and CASE in pattern,
-        "pairs",
-        pattern,
-        f"patterns with {CASE}, such as 'scans/{CASE}.nii.gz'",
-    )
+    valid = isinstance(pattern, (str, os.PathLike)) and CASE in os.fspath(pattern)
+    expect(valid, "pairs", pattern, f"patterns with {CASE}, such as 'scans/{CASE}.nii.gz'")
     first, *others = str(source / pattern).split(CASE)
     known = re.compile(re.escape(first) + "(?P<case>[^/]+)" + "(?P=case)".join(map(re.escape, others)))
     names = glob.glob("*".join(map(glob.escape, (first, *others))))

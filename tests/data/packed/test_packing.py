@@ -256,6 +256,22 @@ def test_processes_that_no_lock_keeps_apart_do_not_mix(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_dataset_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    pack(Samples(scan), tmp_path / "out")
+    replace = Path.replace
+
+    def fail(self, target):
+        if "partial" in self.name and not self.name.endswith("-old"):
+            raise OSError(errno.EACCES, "Permission denied")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="Permission denied"):
+        pack(Samples(lambda n: scan(n) + 1), tmp_path / "out", overwrite=True)
+    assert np.array_equal(PackedDataset(tmp_path / "out")[2], scan(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(("number", "refused"), [(errno.ENOLCK, False), (errno.EIO, True)])
 def test_a_lock_that_fails_stops_a_call_unless_the_file_system_has_none(tmp_path, monkeypatch, number, refused):
     def fail(file, how):

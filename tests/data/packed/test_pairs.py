@@ -93,7 +93,8 @@ def test_patterns(write, tmp_path, kind):
 
 def test_patterns_beside_the_folder(write, tmp_path):
     root = write({"scans/a": 1, "masks/a": 2})
-    for number, label in enumerate(("../masks/{case}.npy", str(root / "masks" / "{case}.npy"))):
+    masks = root / "masks" / "{case}.npy"
+    for number, label in enumerate(("../masks/{case}.npy", masks, str(masks))):
         pack_folder(root / "scans", tmp_path / str(number), pairs=("{case}.npy", label))
         assert contents(tmp_path / str(number)) == {"a": ([1], 2)}
 
