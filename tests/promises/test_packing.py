@@ -93,13 +93,22 @@ def test_threads_that_fill_one_cache_do_not_mix(tmp_path):
     assert [*tmp_path.iterdir()] == [folder]
 
 
-def pack_rows(folder):
-    pack(Rows(), folder / "packed", num_workers=1)
+class Stuck(Rows):
+    """Waits at a sample in the middle."""
+
+    def __getitem__(self, index):
+        if index == 20:
+            time.sleep(100)
+        return super().__getitem__(index)
+
+
+def pack_until_stuck(folder):
+    pack(Stuck(), folder / "packed")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_packing_that_ends_before_its_end_leaves_nothing_under_the_name(how, tmp_path):
-    packing = multiprocessing.get_context("fork").Process(target=pack_rows, args=(tmp_path,))
+    packing = multiprocessing.get_context("fork").Process(target=pack_until_stuck, args=(tmp_path,))
     packing.start()
     while not any(path.suffix == ".npy" for path in tmp_path.rglob("*")):
         time.sleep(0.005)
@@ -107,7 +116,7 @@ def test_a_packing_that_ends_before_its_end_leaves_nothing_under_the_name(how, t
     packing.join()
     assert packing.exitcode
     assert not (tmp_path / "packed").exists()
-    pack_rows(tmp_path)
+    pack(Rows(), tmp_path / "packed")
     assert_holds_rows(tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
 
