@@ -107,7 +107,6 @@ class _Session:
                 return run() if state.overflow is None else self.scalers[0].step(optimizer, run)
         finally:
             state.overflow = state.scaled_by = None
-            self.casts.clear_cache()
 
     @contextlib.contextmanager
     def backward(self, optimizers: Sequence[Optimizer], loss_id: int, delay_unscale: bool) -> Iterator[None]:
@@ -122,7 +121,6 @@ class _Session:
                 )
         with scaler.backward(optimizers, unscale=not delay_unscale), self.casts.backward_context():
             yield
-        self.casts.clear_cache()
 
     def settle(self, optimizers: Sequence[Optimizer], loss_id: int) -> None:
         """Update the scale of a loss after a backward pass, and log an overflow."""

@@ -81,10 +81,6 @@ class FunctionCasts:
         off = torch.autocast(self.device_type, enabled=False)  # a plain loop, or manual optimization
         return off if lists is None else _both(off, lists)
 
-    def clear_cache(self) -> None:
-        """Drop the cached casts."""
-        torch.clear_autocast_cache()
-
     def start(self) -> None:
         """Cast on this thread until ``stop``, as ``apex.amp.initialize`` does for O1.
 

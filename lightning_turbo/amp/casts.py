@@ -157,11 +157,6 @@ class LevelCasts:
         """Return the context manager of a backward pass; checkpointed forward passes are repeated in it unchanged."""
         return contextlib.nullcontext() if self._active is None else self._active.backward_context()
 
-    def clear_cache(self) -> None:
-        """Drop the half copies of weights, after a backward pass and after a step."""
-        if self._active is not None:
-            self._active.clear_cache()
-
     def restore(self) -> None:
         """Restore models and optimizers."""
         if self.half_calls is not None:

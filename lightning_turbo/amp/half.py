@@ -1,9 +1,11 @@
 """O2 and O3: a network computes in half precision during its calls.
 
-When the outermost call of a network begins, a half copy replaces each of its float32 parameters and buffers; when it
-ends, the float32 tensors are back. The copies are made with ``parameter.to(half)``, so autograd itself returns float32
-gradients. Optimizers, callbacks and checkpoints need to know nothing about masters. At O3 the parameters are half from
-``start`` to ``stop``, and calls replace what remains.
+The life of a half copy is one call. When the outermost call of a network begins, a half copy takes the place of each
+of its float32 parameters and buffers (``_begin``); when the call ends, the float32 tensors are back in their places
+(``end``). The copies are made with ``parameter.to(half)``, so autograd itself returns float32 gradients. Optimizers,
+callbacks and checkpoints find float32 parameters at all other times and need to know nothing about masters.
+
+At O3 the parameters themselves are half from ``start`` to ``stop``, and calls replace only the buffers.
 """
 
 from __future__ import annotations
@@ -96,28 +98,44 @@ class Hook:
 
 
 class _Swap(NamedTuple):
-    """A float32 tensor and the half copy that replaces it in a dict of a module."""
+    """A float32 tensor and the half copy in its place."""
 
     module: nn.Module
-    holder: dict[str, Any]
+    holder: dict[str, Any]  # the module's dict of parameters, or that of buffers
     name: str
-    wide: Any
-    half: Any  # None for a buffer that the call may create
-    address: int | None  # of the data of the copy of a parameter
+    wide: Tensor
+    half: Tensor
+    address: int | None  # of the data of the copy of a parameter; ``parameter.data = ...`` changes it
+
+
+class _Call:
+    """An outermost call in progress, and all that it has replaced; ``_begin`` creates it, and ``end`` drops it."""
+
+    def __init__(self, module: nn.Module, modules: list[nn.Module]) -> None:
+        self.module_id = id(module)  # torch.compile traces comparisons of ids better than of modules
+        self.modules = modules  # those whose own tensors are cast
+        self.recursions = 0  # calls of the module inside its own call
+        self.swaps: list[_Swap] = []
+        self.halves: dict[int, Tensor] = {}  # id of a float32 tensor -> its copy, the same one for tied weights
+        self.weight_lists: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of recurrent networks
+        self.half_before: set[tuple[int, str]] = set()  # buffers that the program itself has made half
+        self.originals: dict[int, tuple[Tensor, Tensor]] = {}  # id of a cast input -> it and its original
 
 
 class HalfCalls:
     """The half precision of some networks, from ``start`` to ``stop``.
 
-    Only the outermost call replaces tensors and casts outputs back. An inner module casts only its inputs, so that a
-    tensor promoted to float32 between two modules becomes half again.
+    Every module with weights has a hook that runs before its forward pass. In the outermost call, which finds no other
+    call in progress, it replaces the tensors of all modules below; a second hook, after the forward pass, restores them
+    and casts the output to float32. In an inner call it only casts the inputs, so that a tensor promoted to float32
+    between two modules becomes half again.
 
-    Outside calls every parameter and buffer has the dtype of the level, in the backward pass too. When activation
-    checkpointing calls a module again in a backward pass, that call uses copies as well.
+    No half copy exists outside of calls, so the backward pass sees float32 parameters. When activation checkpointing
+    calls a module again in the backward pass, that is an outermost call with copies of its own.
 
-    A parameter that a call writes ends the call with an error. A buffer that a call writes keeps what was written and
-    is float32 in later calls too, so that averages, counts and codebooks accumulate. Buffers of modules without
-    weights, and those with a single number and no dimension, are float32 from the start.
+    A parameter that a call writes or replaces ends the call with an error. A buffer that a call writes, replaces or
+    creates keeps the new values, and is float32 in later calls too, so that averages, counts and codebooks accumulate.
+    Buffers of modules without weights, and those with a single number and no dimension, are float32 in all calls.
 
     Args:
         roots: Whole networks.
@@ -156,17 +174,10 @@ class HalfCalls:
         self._step_owner = (roots[0], roots[0].forward) if steps else (None, None)
         self._wide: dict[int, nn.Module] = {}  # modules whose own tensors are not cast
         self._undo = contextlib.ExitStack()
-        # Of the outermost call in progress: the id of its module, its recursions, and what it has replaced.
-        self._call: int | None = None
-        self._depth = 0
-        self._swaps: list[_Swap] = []
-        self._weight_lists: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of recurrent networks
-        self._originals: dict[int, tuple[Tensor, Tensor]] = {}  # id of a half tensor -> it and its original
-        # Of all calls. Copies live until the next backward pass or step, so that an unchanged weight is cast once:
-        # id of a weight -> it, its state, its half copy.
-        self._copies: dict[int, tuple[Tensor, Any, Tensor]] = {}
-        self._written: dict[tuple[int, str], nn.Module] = {}  # buffers that a call has written
-        self._outer: dict[int, bool] = {}  # id of a hooked module -> whether it was called outside of other calls
+        self._call: _Call | None = None
+        # Of all calls, by the id of a module:
+        self._written: dict[tuple[int, str], nn.Module] = {}  # buffers that a call has written, float32 since then
+        self._is_outer: dict[int, bool] = {}  # whether the module was called by the program, not by another module
         self._warned: set[str] = set()  # classes of networks whose loss a warning has named
 
     # The run
@@ -252,16 +263,7 @@ class HalfCalls:
     def stop(self) -> None:
         """Remove the hooks, and cast the parameters of O3 to float32."""
         self.end()
-        self.clear_cache()
         self._undo.close()
-
-    def clear_cache(self) -> None:
-        """Drop the half copies.
-
-        Called after a backward pass, to free their memory until the step, and after a step, because an optimizer may
-        write to ``weight.data``.
-        """
-        self._copies.clear()
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -284,30 +286,28 @@ class HalfCalls:
     # The hooks of modules that are cast
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        is_entry = self._call is None
-        if is_entry:
-            # An export during a run, for example to ONNX, gets the float32 network; half weights still need the casts.
-            if self._halves_weights or not _is_exporting():
-                self._begin(module)
-            if self._call is None:
-                return None
-        elif self._call == id(module):
-            self._depth += 1
+        is_outermost = self._call is None
+        # An export during a run, for example to ONNX, gets the float32 network; half weights still need the casts.
+        if is_outermost and (self._halves_weights or not _is_exporting()):
+            self._begin(module)
+        if self._call is None:
+            return None
+        if not is_outermost and self._call.module_id == id(module):
+            self._call.recursions += 1
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype:
             return None  # nothing to cast, the common case
-        if is_entry:
+        if is_outermost:
             return map_tensors(args, self._narrow), map_tensors(kwargs, self._narrow)
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        # Compared by id, because torch.compile traces that better than a comparison of modules.
-        if self._call != id(module):
+        if self._call is None or self._call.module_id != id(module):
             return None
-        if self._depth:
-            self._depth -= 1
+        if self._call.recursions:
+            self._call.recursions -= 1
             return None
         try:
-            return self._cast_output(module, output) if self._outer[id(module)] else None
+            return self._cast_output(module, output) if self._is_outer[id(module)] else None
         finally:
             self._end(module)
 
@@ -351,13 +351,22 @@ class HalfCalls:
         return map_tensors(args, widen), map_tensors(kwargs, widen)
 
     def _leave_kept(self, module: nn.Module, args: Any, output: Any) -> Any:
-        # Recomputed on its own in a backward pass, it must return what it returned before.
-        if self._call is not None or not _in_backward_pass():
-            self._outer[id(module)] = self._call is None
-        if self._outer.get(id(module), True):
+        self._note_caller(module, self._call is None)
+        if self._is_outer[id(module)]:
             return None
         # A scalar, such as a loss, keeps its precision.
         return map_tensors(output, lambda tensor: self._narrow(tensor) if tensor.ndim else tensor)
+
+    def _note_caller(self, module: nn.Module, is_outer: bool) -> None:
+        """Note whether the program calls a module itself, which then gets float32 outputs.
+
+        Activation checkpointing repeats calls of inner modules on their own in a backward pass, and they must return
+        what they returned before: half. Such a call changes nothing that is known.
+        """
+        if is_outer and _in_backward_pass():
+            self._is_outer.setdefault(id(module), False)
+        else:
+            self._is_outer[id(module)] = is_outer
 
     # Tensors at the borders of a call. A module that stays float32, or the recipient of the output, gets the original
     # of a tensor that was cast on the way, and not a rounded one.
@@ -368,14 +377,14 @@ class HalfCalls:
             return tensor
         half = tensor.to(self.dtype)
         if self._call is not None and not torch.compiler.is_compiling():  # ids mean nothing in a graph
-            self._originals[id(half)] = half, tensor
+            self._call.originals[id(half)] = half, tensor
         return half
 
     def _original(self, tensor: Tensor) -> Tensor:
         """Return the tensor from which this one was cast in the call in progress, or the tensor itself."""
-        if torch.compiler.is_compiling() or not self._originals:
+        if self._call is None or torch.compiler.is_compiling():
             return tensor
-        return self._originals.get(id(tensor), (tensor, tensor))[1]
+        return self._call.originals.get(id(tensor), (tensor, tensor))[1]
 
     # A call
 
@@ -387,15 +396,19 @@ class HalfCalls:
             return
         if "_is_replica" in vars(module):
             raise AmpUsageError("O2 and O3: expected one process per device, got DataParallel. Train with DDP.")
-        cast = self._cast_modules(module)
         _refuse_cached(module)
-        if id(module) not in self._outer:  # now and not at the start, because most modules are never outermost
+        call = _Call(module, self._cast_modules(module))
+        if id(module) not in self._is_outer:  # now and not at the start, because most modules are never outermost
             self._hook_end(module, self._leave)
-        # Recomputed in a backward pass, a module must return what it returned before: half, if it was an inner module.
-        self._outer[id(module)] = self._outer.get(id(module), False) or not _in_backward_pass()
-        self._call = id(module)
-        for part in cast:
-            self._replace(part)
+        self._note_caller(module, True)
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # A copy made in inference mode has no version counter, which shows what the call writes.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            self._call = call
+            for part in call.modules:
+                self._replace(call, part)
 
     def _cast_modules(self, root: nn.Module) -> list[nn.Module]:
         """Return ``root`` and the modules below it whose own tensors are cast, each once."""
@@ -412,43 +425,33 @@ class HalfCalls:
                 modules.append(module)
         return modules
 
-    def _replace(self, module: nn.Module) -> None:
+    def _replace(self, call: _Call, module: nn.Module) -> None:
         """Replace the tensors of one module with half copies."""
         if isinstance(module, nn.RNNBase):
             # The module notices the replaced weights and makes these lists again.
-            self._weight_lists.append((vars(module), {name: vars(module)[name] for name in _RNN_LISTS}))
+            call.weight_lists.append((vars(module), {name: vars(module)[name] for name in _RNN_LISTS}))
         for name, wide in module._parameters.items():
             if self._needs_cast(wide):
-                self._swap(module, module._parameters, name, wide)
+                self._swap(call, module, module._parameters, name, wide)
+        if module._buffers:
+            self._replace_buffers(call, module)
+
+    def _replace_buffers(self, call: _Call, module: nn.Module) -> None:
         # Buffers of a module without weights keep their precision: the frequencies of rotary embeddings need it.
-        has_weights = bool(module._buffers) and _has_weights(module)
+        has_weights = _has_weights(module)
         for name, wide in module._buffers.items():
-            if wide is None:
-                self._swaps.append(_Swap(module, module._buffers, name, None, None, None))
-            elif has_weights and wide.ndim and self._needs_cast(wide) and (id(module), name) not in self._written:
-                self._swap(module, module._buffers, name, wide)
+            if wide is not None and wide.dtype is self.dtype:
+                call.half_before.add((id(module), name))
+            elif has_weights and self._needs_cast(wide) and wide.ndim and (id(module), name) not in self._written:
+                self._swap(call, module, module._buffers, name, wide)
 
-    def _swap(self, module: nn.Module, holder: dict[str, Any], name: str, wide: Tensor) -> None:
-        half = holder[name] = self._copy_of(wide)
-        address = _address_of(half) if isinstance(wide, nn.Parameter) else None
-        self._swaps.append(_Swap(module, holder, name, wide, half, address))
-
-    def _copy_of(self, wide: Tensor) -> Tensor:
-        # A replacement by torch.func is cast within its graph and not kept, because it belongs to this call. Without
-        # gradients nothing is kept: code that writes to ``weight.data`` between evaluations, such as a swap of averaged
-        # weights, leaves the version counter unchanged.
-        if not isinstance(wide, nn.Parameter) or not torch.is_grad_enabled():
-            return self._cast(wide)
-        # The address changes with an assignment to ``weight.data``, which leaves the version counter unchanged.
-        state = (0 if wide.is_inference() else wide._version, wide.data_ptr(), wide.requires_grad)
-        _, made_of, half = self._copies.get(id(wide), (None, None, wide))
-        if made_of != state:
-            half = self._cast(wide)
-            self._copies[id(wide)] = wide, state, half
-        return half
-
-    def _cast(self, wide: Tensor) -> Tensor:
-        return wide.to(self.dtype)  # one line for all, because jit.trace compares source locations
+    def _swap(self, call: _Call, module: nn.Module, holder: dict[str, Any], name: str, wide: Tensor) -> None:
+        half = call.halves.get(id(wide))
+        if half is None:
+            half = call.halves[id(wide)] = wide.to(self.dtype)
+        holder[name] = half
+        address = _address_of(half) if holder is module._parameters else None
+        call.swaps.append(_Swap(module, holder, name, wide, half, address))
 
     def _needs_cast(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
         return tensor is not None and tensor.is_floating_point() and tensor.dtype not in (self.dtype, *HALF_DTYPES)
@@ -481,49 +484,43 @@ class HalfCalls:
         Returns:
             The module and the name of a parameter that was written to.
         """
-        swaps, self._swaps = self._swaps, []
-        lists, self._weight_lists = self._weight_lists, []
-        self._call, self._depth = None, 0
-        self._originals.clear()
-        written = None
-        for swap in reversed(swaps):
-            now = swap.holder.get(swap.name)
-            if now is swap.half and swap.wide is not None:
-                swap.holder[swap.name] = swap.wide
-            if swap.holder is swap.module._buffers:
-                self._keep_buffer(swap, now)
-            elif now is swap.half and self._was_written(swap):
-                written = swap.module, swap.name
-                self._copies.clear()
-        for attributes, before in lists:
+        call, self._call = self._call, None
+        if call is None:
+            return None
+        for attributes, before in call.weight_lists:
             attributes.update(before)
+        written = None
+        for swap in call.swaps:
+            if swap.holder is swap.module._buffers:
+                self._end_buffer(swap)
+            else:
+                written = written or ((swap.module, swap.name) if _was_written(swap) else None)
+                swap.holder[swap.name] = swap.wide
+        self._widen_new_buffers(call)
         return written
 
-    def _was_written(self, swap: _Swap) -> bool:
-        """Return whether a call wrote to the copy of a parameter, or set its data."""
-        # A recurrent network sets the data of its weights to flatten them. A weight of torch.func has no address.
-        if swap.address is None or isinstance(swap.module, nn.RNNBase):
-            return False
-        return swap.half.data_ptr() != swap.address or (not swap.half.is_inference() and swap.half._version > 0)
-
     @torch.no_grad()
-    def _keep_buffer(self, swap: _Swap, now: Any) -> None:
-        """Keep what a call wrote to a buffer, created or put in its place, and note that the buffer is written."""
+    def _end_buffer(self, swap: _Swap) -> None:
+        """Restore a buffer with what the call wrote to its copy. One that the call has replaced stays replaced."""
         module, holder, name, wide, half, _ = swap
-        if half is not None and now is half:
-            # The kernels of norms, whose statistics stay half as in apex, do not change the version counter, and a
-            # tensor of inference mode has none.
-            counts = not half.is_inference() and not isinstance(module, _NormBase)
-            is_written = counts and half._version > 0
-            if is_written or not counts:
+        if holder.get(name) is half:
+            holder[name] = wide
+            # The kernels of norms, whose statistics stay half as in apex, do not change the version counter.
+            is_norm = isinstance(module, _NormBase)
+            if half._version > 0 or is_norm:
                 # The other entries stay exact. ``data`` keeps the version counter, which autograd compares.
                 wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
-        else:
-            is_written = isinstance(now, Tensor) and now.dtype is self.dtype
-            if is_written:
-                holder[name] = now.detach().to(torch.float32 if wide is None else wide.dtype)
-        if is_written:
-            self._written[id(module), name] = module
+            if half._version == 0 or is_norm:
+                return
+        self._written[id(module), name] = module
+
+    def _widen_new_buffers(self, call: _Call) -> None:
+        """Cast the buffers that the call has created in half precision, or put in place of others, to float32."""
+        for module in call.modules:
+            for name, now in module._buffers.items():
+                if now is not None and now.dtype is self.dtype and (id(module), name) not in call.half_before:
+                    module._buffers[name] = now.detach().float()
+                    self._written[id(module), name] = module
 
 
 _RNN_LISTS = ("_flat_weights", "_flat_weight_refs")
@@ -543,6 +540,16 @@ def _save_float32(half_before: set[str], module: nn.Module, state: dict[str, Any
         tensor = state.get(prefix + name)
         if name not in half_before and isinstance(tensor, Tensor) and tensor.dtype in HALF_DTYPES:
             state[prefix + name] = tensor.float()
+
+
+def _was_written(swap: _Swap) -> bool:
+    """Return whether a call wrote to the copy of a parameter, set its ``data``, or put something else in its place."""
+    if swap.holder.get(swap.name) is not swap.half:
+        return True
+    # A recurrent network sets the data of its weights to flatten them. A weight of torch.func has no address.
+    if swap.address is None or isinstance(swap.module, nn.RNNBase):
+        return False
+    return swap.half._version > 0 or swap.half.data_ptr() != swap.address
 
 
 def _address_of(tensor: Any) -> int | None:

@@ -242,7 +242,6 @@ class ApexAMP(Precision):
         unscale = averages and not model.automatic_optimization
         with self.scaler.backward(trained, unscale=unscale), self._casts.backward_context():
             model.backward(self.scaler.scale(tensor), *args, **kwargs)
-        self._casts.clear_cache()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, clip, step or skip, and update the scale.
@@ -256,9 +255,7 @@ class ApexAMP(Precision):
         scaler = self.scaler
         self._attach(optimizer, model)
         if not scaler.is_enabled():
-            result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-            self._casts.clear_cache()
-            return result
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         # In automatic optimization, a step without scaled gradients had no loss, because training_step may return None.
         # This also holds for the last batch of a window whose other batches left gradients.
@@ -272,7 +269,6 @@ class ApexAMP(Precision):
         step = functools.partial(optimizer.step, closure=_once(result, optimizer), **kwargs)
         output = scaler.step(optimizer, step)
         scaler.settle()
-        self._casts.clear_cache()
         self._skip_check.after_step(scaler, model.trainer.global_step)
         return result if output is None else output
 

@@ -294,9 +294,10 @@ def test_a_recurrent_network_has_its_own_weights_after_a_call(kind):
 # Parameters that a call writes
 
 WRITES = {
-    "in place": lambda p: torch.no_grad()(p.clamp_)(max=0.5),
-    "p.data =": lambda p: setattr(p, "data", p.data.clamp(max=0.5)),
-    "copy_": lambda p: torch.no_grad()(p.copy_)(p.clamp(max=0.5)),
+    "in place": lambda part: torch.no_grad()(part.weight.clamp_)(max=0.5),
+    "p.data =": lambda part: setattr(part.weight, "data", part.weight.data.clamp(max=0.5)),
+    "copy_": lambda part: torch.no_grad()(part.weight.copy_)(part.weight.clamp(max=0.5)),
+    "a new parameter": lambda part: setattr(part, "weight", nn.Parameter(part.weight.detach().clamp(max=0.5))),
 }
 
 
@@ -306,26 +307,26 @@ class Clipping(nn.Linear):
         self.write = write
 
     def forward(self, x):
-        self.write(self.weight)
+        self.write(self)
         return super().forward(x)
 
 
-@pytest.mark.parametrize("grads", [True, False])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_parameter_that_a_call_writes_is_refused_unless_its_module_is_kept(write, grads):
+def test_a_parameter_that_a_call_writes_is_refused_unless_its_module_is_kept(write, mode):
     net = nn.Sequential(nn.Linear(4, 4), Clipping(WRITES[write]))
     nn.init.ones_(net[1].weight)
     before = [p.clone() for p in net.parameters()]
     initialized(net)
     said = r"wrote to 'weight' of Clipping.*outside of the call.*keep_fp32_modules=\['1'\]"
     for _ in range(2):
-        with pytest.raises(AmpUsageError, match=said), torch.set_grad_enabled(grads):
+        with pytest.raises(AmpUsageError, match=said), mode():
             net(torch.ones(2, 4))
-    net[1].write = lambda weight: None
+    net[1].write = lambda part: None
     net(torch.ones(2, 4))  # nothing of the failed calls is left
     net[1].write = WRITES[write]
     assert all(map(torch.equal, net.parameters(), before))
-    WRITES[write](net[1].weight)  # between calls it may
+    WRITES[write](net[1])  # between calls it may
     amp.shutdown()
     nn.init.ones_(net[1].weight)
     initialized(net, keep_fp32_modules=["1"])

@@ -126,6 +126,69 @@ def test_a_counter(first, beside):
     compare(lambda: Counter(first, beside), lambda part: part.count - first, rtol=0.0, atol=0.0)
 
 
+def by_a_wider_tensor(part, one):
+    part.count = part.count + one.float()
+
+
+def by_an_activation(part, one):
+    part.count = part.count + one
+
+
+def by_registering(part, one):
+    part.register_buffer("count", part.count + one)
+
+
+def in_place(part, one):
+    part.count.add_(one)
+
+
+def from_an_activation(part, one):
+    """As data-dependent initialization does, in the first call."""
+    if not hasattr(part, "began"):
+        part.began, part.count = True, 0 * one
+    part.count.add_(one)
+
+
+def in_a_buffer_of_its_own(part, one):
+    if not hasattr(part, "own"):
+        part.register_buffer("own", 0 * one)
+    part.own += one
+    part.count = part.own
+
+
+class Numbered(nn.Module):
+    """Counts its calls in a buffer, in a number or a vector."""
+
+    def __init__(self, write, shape, beside):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(shape))
+        self.write = write
+        self.layer = nn.Linear(4, 4) if beside else nn.Identity()
+
+    def forward(self, x):
+        self.write(self, (0 * x.detach().mean(0) + 1)[: self.count.numel()].view_as(self.count))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])  # in training and in a Trainer's validation
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("shape", [(), (4,)])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize(
+    "write", [by_a_wider_tensor, by_an_activation, by_registering, in_place, from_an_activation, in_a_buffer_of_its_own]
+)
+def test_a_count_that_calls_write_in_any_way_but_data(write, level, shape, beside, mode):
+    net = nn.Sequential(nn.Linear(4, 4), Numbered(write, shape, beside))
+    amp.initialize(net, opt_level=level, dtype=BF16, verbosity=0)
+    with mode():
+        for _ in range(300):  # 256 is the last integer that bfloat16 counts to
+            net(torch.ones(2, 4))
+    count = net[1].count
+    amp.shutdown()
+    assert count.dtype is torch.float32
+    assert count.tolist() == torch.full(shape, 300.0).tolist()
+
+
 # Codebooks
 
 
