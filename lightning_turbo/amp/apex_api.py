@@ -102,9 +102,12 @@ class _Session:
         try:
             # O1's casts would change the arithmetic of the update. As in apex, a closure runs without them too.
             with disable_casts():
-                # As in apex, gradients that the program has assigned or left scaled are not checked, and a second step
-                # with the same gradients is not skipped.
-                return run() if state.overflow is None else self.scalers[0].step(optimizer, run)
+                if state.overflow is not None:
+                    return self.scalers[0].step(optimizer, run)
+                # No pass has unscaled these gradients since the last step: the program has assigned them or left them
+                # scaled, or steps again. As in apex, such a step is made unchecked.
+                state.skipped = False
+                return run()
         finally:
             state.overflow = state.scaled_by = None
 

@@ -75,10 +75,12 @@ class FunctionCasts:
         A checkpointed forward pass is the exception: it restores its own autocast state and gets the same dtypes as the
         first time.
         """
-        lists = None if self._entered is not None else self._mode  # start() has entered them on this thread
+        # The lists act wherever autocast is on, so they are in force for checkpointed passes; after start() they are
+        # already. Autocast itself is on in plain loops and manual optimization, and off in a Trainer's own passes.
+        lists = self._mode if self._entered is None else None
         if not torch.is_autocast_enabled(self.device_type):
             return lists or contextlib.nullcontext()
-        off = torch.autocast(self.device_type, enabled=False)  # a plain loop, or manual optimization
+        off = torch.autocast(self.device_type, enabled=False)
         return off if lists is None else _both(off, lists)
 
     def start(self) -> None:

@@ -130,15 +130,15 @@ class LevelCasts:
         Warns:
             TurboWarning: If the optimizer holds parameters of none of the models, at O2 and O3.
         """
+        self.optimizers.add(optimizer)
         if self.halves_weights:
             _refuse_fused_sgd(optimizer)
             _cast_state(optimizer)
-        self.optimizers.add(optimizer)
-        own = {param for model in models for param in model.parameters()}
-        foreign = sum(param not in own for param in params_of(optimizer))
-        if foreign and self.properties.casts_to_half:
+        in_models = {param for model in models for param in model.parameters()}
+        uncast = sum(param not in in_models for param in params_of(optimizer))
+        if uncast and self.properties.casts_to_half:
             warnings.warn(
-                f"{type(optimizer).__name__} holds {foreign} parameters that belong to no model, so "
+                f"{type(optimizer).__name__} holds {uncast} parameters that belong to no model, so "
                 f"{self.properties.opt_level} does not cast them. Make them part of a model, or give amp.initialize "
                 "every model that the optimizer trains.",
                 TurboWarning,
@@ -147,6 +147,7 @@ class LevelCasts:
 
     @property
     def _active(self) -> FunctionCasts | HalfCalls | None:
+        """The object that casts: that of O1, that of O0, O2 and O3 while models are converted, or nothing."""
         return self.function_casts or self.half_calls
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:

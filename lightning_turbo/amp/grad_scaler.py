@@ -1,8 +1,15 @@
-"""apex's loss scaler, and what is known about the gradients of each optimizer."""
+"""apex's loss scaler, and what is known about the gradients of each optimizer.
+
+The life of a gradient: a backward pass inside ``backward`` creates it, multiplied by the scale. It is unscaled, and
+looked at for inf and NaN, at the end of that pass or in ``check``. ``step`` uses or skips it. ``settle`` then changes
+the scale. Between two passes it is either scaled by one scaler or by none, and that holds for all gradients of an
+optimizer: ``backward`` brings earlier ones to the same state.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,16 +28,17 @@ __all__ = ["ApexGradScaler", "Gradients", "forget_gradients", "gradients_of", "p
 class Gradients:
     """What is known about the gradients that an optimizer's next step uses, and about its last step.
 
-    ``gradients_of`` creates one for each optimizer, and the methods of ``ApexGradScaler`` write to it.
+    ``gradients_of`` creates one for each optimizer, and the methods of ``ApexGradScaler`` write to it. A flag is a
+    tensor, 1.0 for true and 0.0 for false, where only the device knows it.
     """
 
     def __init__(self) -> None:
         self.scaled_by: ApexGradScaler | None = None
         """The scaler whose scale multiplies the gradients; ``None`` if they are unscaled."""
         self.overflow: Tensor | bool | None = None
-        """Whether they overflowed, 1.0 or 0.0 if only the device knows; ``None`` if nobody has looked."""
+        """Whether they overflowed; ``None`` if nobody has looked since the last step or scaled pass."""
         self.skipped: Tensor | bool = False
-        """Whether the last step was skipped and no backward pass followed."""
+        """Whether the last step was skipped and no backward pass followed, which schedulers ask."""
 
 
 # By identity. Several scalers share it, because a step uses the gradients of all losses.
@@ -65,8 +73,8 @@ class ApexGradScaler:
 
     The calls of a step, in order: ``scale`` multiplies the loss. ``backward`` wraps the backward pass; it unscales the
     gradients at once or leaves them scaled. ``check`` unscales those. ``step`` runs or skips the step. ``settle``
-    updates the scale once for all passes since the last ``settle``. A loop written for ``torch.amp.GradScaler`` keeps
-    that class.
+    updates the scale once for all passes since the last ``settle``; gradients that are still scaled then, such as
+    another optimizer's, follow it. A loop written for ``torch.amp.GradScaler`` keeps that class.
 
     Args:
         loss_scale: ``"dynamic"``, or a static factor, finite and above zero. A static scale never checks for overflow,
@@ -163,13 +171,13 @@ class ApexGradScaler:
             for param in {p for o in optimizers for p in params_of(o)} - _scaled_parameters(optimizers):
                 param.grad = before.get(param)
             raise
-        made = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
-        found = self._unscale(made)
+        # As in apex, an overflow counts for every optimizer that has a gradient of this pass.
+        reached = [optimizer for optimizer in optimizers if any(p.grad is not None for p in params_of(optimizer))]
+        found = self._unscale(reached)
         _add(before)
         for optimizer in optimizers:
-            # As in apex, an overflow counts for every optimizer whose gradients the pass computed.
             state = gradients_of(optimizer)
-            state.overflow = _either(state.overflow, found if optimizer in made else False)
+            state.overflow = _either(state.overflow, found if optimizer in reached else False)
             state.scaled_by = None
 
     def _set_aside(self, optimizers: Sequence[Optimizer]) -> dict[Tensor, Tensor]:
@@ -179,10 +187,12 @@ class ApexGradScaler:
         """
         before = self._unscaled_gradients(optimizers)
         for optimizer in optimizers:
-            # An overflow, also of a skipped step, is forgotten once its gradients were set to None or to zero.
+            # The gradients of an earlier overflow, also of one whose step was skipped, make the next step overflow,
+            # even if they were clipped to finite numbers. The program ends this by setting them to None or to zero.
             state = gradients_of(optimizer)
-            if (state.overflow is not None and state.overflow is not False) or state.skipped is not False:
-                state.overflow = self._find([before[p] for p in params_of(optimizer) if p in before])
+            earlier = _either(state.overflow, state.skipped)
+            if earlier is not False:
+                state.overflow = _both(earlier, _any_nonzero(before[p] for p in params_of(optimizer) if p in before))
             state.skipped = False
         for param in before:
             param.grad = None
@@ -206,19 +216,27 @@ class ApexGradScaler:
     # The step
 
     def check(self, optimizer: Optimizer) -> None:
-        """Unscale an optimizer's gradients if they are scaled, and look whether they overflowed if nobody has."""
+        """Unscale an optimizer's gradients if they are scaled, and look whether they overflowed if nobody has.
+
+        All gradients that this scaler's scale multiplies are unscaled together, because optimizers may share some.
+        """
         state = gradients_of(optimizer)
         if state.scaled_by is not None:
-            state.overflow = state.scaled_by._unscale([optimizer])
-            state.scaled_by = None
+            scaler = state.scaled_by
+            scaled = scaler._scaled_optimizers()
+            found = scaler._unscale(scaled)
+            for each in map(gradients_of, scaled):
+                each.scaled_by, each.overflow = None, found
         elif state.overflow is None:  # a second step uses them again, or the program has assigned them
             state.overflow = self._find([p.grad for p in params_of(optimizer) if p.grad is not None])
+
+    def _scaled_optimizers(self) -> list[Optimizer]:
+        return [optimizer for optimizer, state in _known.items() if state.scaled_by is self]
 
     @torch.no_grad()
     def _unscale(self, optimizers: Sequence[Optimizer]) -> Tensor | bool:
         """Divide gradients by the scale in place. Return whether any overflowed, on the device."""
-        # A dict, because a parameter shared by several optimizers counts once.
-        grads = list({p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None}.values())
+        grads = _gradients(optimizers)
         if not grads:
             return False
         if not self.dynamic:
@@ -290,11 +308,15 @@ class ApexGradScaler:
             return False
         scale = self._scale
         on_scale = found.to(scale.device)
+        waiting = _gradients(self._scaled_optimizers())
+        before = scale.clone() if waiting else scale
         torch._amp_update_scale_(scale, self._unskipped, on_scale, 2.0, 0.5, self.growth_interval)
         scale.clamp_(max=self.max_scale)
         if self.min_scale is not None:
             # As in apex, only an overflow raises the scale to the lower limit.
             torch.where(on_scale > 0, scale.clamp(min=self.min_scale), scale, out=scale)
+        if waiting:  # for a later pass, which unscales them by the new scale
+            _multiply(waiting, scale / before)
         return found
 
     # State
@@ -333,11 +355,30 @@ def _scaled_parameters(optimizers: Sequence[Optimizer]) -> set[Tensor]:
     return {p for o in optimizers if gradients_of(o).scaled_by is not None for p in params_of(o)}
 
 
+def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return the gradients of optimizers, that of a shared parameter once."""
+    return list({p: p.grad for o in optimizers for p in params_of(o) if p.grad is not None}.values())
+
+
+# Flags, see ``Gradients``, joined without waiting for the device. ``None`` counts as false.
+
+
 def _either(known: Tensor | bool | None, found: Tensor | bool) -> Tensor | bool:
-    """Return whether either overflowed, without waiting for the device."""
     if isinstance(known, Tensor) and isinstance(found, Tensor):
         return torch.maximum(known, found.to(known.device))
-    return found if known is None or known is False else known
+    return found or known if isinstance(known, Tensor) else known or found
+
+
+def _both(known: Tensor | bool, found: Tensor | bool) -> Tensor | bool:
+    if isinstance(known, Tensor) and isinstance(found, Tensor):
+        return torch.minimum(known, found.to(known.device))
+    return known and found if isinstance(known, bool) else found and known
+
+
+@torch.no_grad()
+def _any_nonzero(grads: Iterable[Tensor]) -> Tensor | bool:
+    """Return whether any gradient has a number other than zero, on the device."""
+    return functools.reduce(_either, ((_numbers_of(grad) != 0).any().float() for grad in grads), False)
 
 
 @torch.no_grad()

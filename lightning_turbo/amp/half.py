@@ -440,7 +440,7 @@ class HalfCalls:
         # Buffers of a module without weights keep their precision: the frequencies of rotary embeddings need it.
         has_weights = _has_weights(module)
         for name, wide in module._buffers.items():
-            if wide is not None and wide.dtype is self.dtype:
+            if wide is not None and wide.dtype in HALF_DTYPES:
                 call.half_before.add((id(module), name))
             elif has_weights and self._needs_cast(wide) and wide.ndim and (id(module), name) not in self._written:
                 self._swap(call, module, module._buffers, name, wide)
@@ -518,7 +518,7 @@ class HalfCalls:
         """Cast the buffers that the call has created in half precision, or put in place of others, to float32."""
         for module in call.modules:
             for name, now in module._buffers.items():
-                if now is not None and now.dtype is self.dtype and (id(module), name) not in call.half_before:
+                if now is not None and now.dtype in HALF_DTYPES and (id(module), name) not in call.half_before:
                     module._buffers[name] = now.detach().float()
                     self._written[id(module), name] = module
 

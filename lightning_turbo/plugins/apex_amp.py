@@ -257,15 +257,13 @@ class ApexAMP(Precision):
         if not scaler.is_enabled():
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        # In automatic optimization, a step without scaled gradients had no loss, because training_step may return None.
-        # This also holds for the last batch of a window whose other batches left gradients.
-        has_gradients = not model.automatic_optimization or gradients_of(optimizer).scaled_by is not None
-        if has_gradients:
-            scaler.check(optimizer)
-        self._after_closure(model, optimizer)  # Lightning's: hooks, then clipping
-        if not has_gradients:
+        if model.automatic_optimization and gradients_of(optimizer).scaled_by is None:
+            # training_step has returned None, which means no loss, for every batch of the window: nothing to step with.
+            self._after_closure(model, optimizer)
             forget_gradients(optimizer)  # so that no scheduler waits
             return result
+        scaler.check(optimizer)
+        self._after_closure(model, optimizer)  # Lightning's: hooks, then clipping
         step = functools.partial(optimizer.step, closure=_once(result, optimizer), **kwargs)
         output = scaler.step(optimizer, step)
         scaler.settle()

@@ -164,6 +164,24 @@ def test_an_optimizer_without_gradients_does_not_affect_the_loss_scale(scale):
     assert not scaler.was_skipped(optimizer)
 
 
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("factor", [3.0, INF])
+def test_a_parameter_that_optimizers_share_has_the_gradient_of_a_plain_loop(unscale, factor):
+    ends = []
+    for scaled in (False, True):
+        first, shared, last = weights = [Parameter(torch.ones(1)) for _ in range(3)]
+        optimizers = [torch.optim.SGD(own, lr=1.0) for own in ([first, shared], [shared, last])]
+        scaler = ApexGradScaler() if scaled else ApexGradScaler(1.0)
+        with scaler.backward(optimizers, unscale=unscale):
+            scaler.scale(sum(weights).sum() * factor).backward()
+        for optimizer in optimizers:
+            scaler.check(optimizer)
+        ends.append([weight.grad.item() for weight in weights])
+        if scaled:
+            assert [skips(optimizer) for optimizer in optimizers] == [factor == INF] * 2
+    assert ends[0] == ends[1] == [factor] * 3
+
+
 # What is known about gradients
 
 

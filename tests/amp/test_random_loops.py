@@ -1,4 +1,4 @@
-"""Random loops of passes, steps and zeroed gradients, beside apex's rules written down in a few lines."""
+"""Random loops of passes, steps, clipped and zeroed gradients, beside apex's rules written down in a few lines."""
 
 import random
 
@@ -15,7 +15,8 @@ WINDOW = 3
 class Rules:
     """Two optimizers with a weight each, and two losses, by the rules of apex for float32 weights.
 
-    In addition, an overflow is known as long as its gradients are there, and no longer.
+    In addition, an overflow is known as long as its gradients are there, and no longer; and gradients that a pass left
+    scaled keep their value, though the scale changes before they are unscaled.
     """
 
     def __init__(self):
@@ -26,7 +27,7 @@ class Rules:
     def backward(self, which, loss, factor, delay):
         for i in which:
             known = (self.skips[i] or self.skipped[i]) and not delay
-            self.skips[i] = known and not self.is_scaled[i] and self.gradients[i] == INF
+            self.skips[i] = known and not self.is_scaled[i] and self.gradients[i] != 0.0
             self.skipped[i] = False
         overflow = any(self.is_scaled[i] and self.gradients[i] == INF for i in which) or factor == INF
         for i in which:
@@ -44,6 +45,9 @@ class Rules:
     def step(self, i):
         self.skipped[i], self.skips[i] = self.skips[i], False
         self.weights[i] -= 0.0 if self.skipped[i] else self.gradients[i]
+
+    def clip(self, i):
+        self.gradients[i] = min(self.gradients[i], 2.0)
 
     def zero(self, i):
         self.gradients[i], self.is_scaled[i] = 0.0, False
@@ -65,23 +69,27 @@ class Loop:
     def step(self, i):
         self.optimizers[i].step()
 
+    def clip(self, i):
+        if self.model[i].grad is not None:  # which torch refuses
+            nn.utils.clip_grad_value_(self.model[i], 2.0)
+
     def zero(self, i):
         self.optimizers[i].zero_grad()
 
 
 def calls(draw):
-    """Yield calls; as in apex, scaled gradients are unscaled by a pass of the same loss before a step."""
-    for _ in range(draw.randint(5, 25)):
-        kind = draw.choice(("pass", "pass", "step", "zero"))
-        which = draw.choice(([0], [1], [0, 1]))
-        if kind != "pass":
-            for i in which:
-                yield (kind, i)
-            continue
-        loss = draw.randrange(2)
-        for _ in range(draw.choice((0, 0, 1, 2))):
-            yield ("backward", which, loss, draw.choice((1.0, 2.0)), True)
-        yield ("backward", which, loss, draw.choice((1.0, 2.0, 3.0, INF)), False)
+    """Yield calls; as in apex, scaled gradients are unscaled by a pass of the same loss before anything uses them."""
+    scaled = {}  # optimizer -> the loss whose scale its gradients have
+    for _ in range(draw.randint(10, 50)):
+        kind = draw.choice(("backward", "backward", "backward", "step", "clip", "zero"))
+        which, loss = draw.choice(([0], [1], [0, 1])), draw.randrange(2)
+        if kind != "backward":
+            yield from ((kind, i) for i in which if i not in scaled)
+        elif all(scaled.get(i, loss) == loss for i in which):
+            delay = draw.random() < 0.4
+            yield (kind, which, loss, draw.choice((1.0, 1.0, 2.0, 3.0, INF)), delay)
+            scaled = {i: of for i, of in scaled.items() if i not in which}
+            scaled.update(dict.fromkeys(which if delay else (), loss))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
