@@ -66,6 +66,7 @@ class LevelCasts:
         casts = FunctionCasts(device_type, self.dtype, cast_lists)
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.half_calls: HalfCalls | None = None
+        self._written: list[str] = []  # see written_buffers()
         # Weak references: a program may replace optimizers repeatedly, and their state is as large as the model.
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -112,6 +113,7 @@ class LevelCasts:
             steps=steps,
         )
         self.half_calls.start()
+        self.half_calls.note_written(self._written)
 
     def _kept_modules(self, roots: Sequence[nn.Module]) -> Iterable[nn.Module]:
         """Return the modules that stay float32: those named by the user, and types that need it."""
@@ -158,8 +160,21 @@ class LevelCasts:
         """Return the context manager of a backward pass; checkpointed forward passes are repeated in it unchanged."""
         return contextlib.nullcontext() if self._active is None else self._active.backward_context()
 
+    def written_buffers(self) -> list[str]:
+        """Return the names of buffers of the first model that calls have written, and that are float32 since then."""
+        if self.half_calls is not None:
+            self._written = self.half_calls.written_buffers()
+        return self._written
+
+    def note_written(self, names: Iterable[str]) -> None:
+        """Keep these buffers in float32, as in the run whose state is loaded."""
+        self._written = list(names)
+        if self.half_calls is not None:
+            self.half_calls.note_written(self._written)
+
     def restore(self) -> None:
         """Restore models and optimizers."""
+        self.written_buffers()  # for a checkpoint that is saved after the run
         if self.half_calls is not None:
             self.half_calls.stop()
         if self.halves_weights:

@@ -260,6 +260,22 @@ class HalfCalls:
                 if tensor is not None and tensor.dtype is self.dtype and name not in before:
                     tensor.data, tensor.grad = tensor.data.float(), None
 
+    # A resumed run must not begin with a call that writes averages in half precision.
+
+    def written_buffers(self) -> list[str]:
+        """Return the names of buffers that calls have written, in the first network."""
+        return [name for name, key, _ in self._named_buffers() if key in self._written]
+
+    def note_written(self, names: Iterable[str]) -> None:
+        """Keep these buffers of the first network in float32, as if a call had written them."""
+        known = set(names)
+        self._written.update({key: module for name, key, module in self._named_buffers() if name in known})
+
+    def _named_buffers(self) -> Iterator[tuple[str, tuple[int, str], nn.Module]]:
+        for path, module in self._roots[0].named_modules():
+            for name in module._buffers:
+                yield f"{path}.{name}".removeprefix("."), (id(module), name), module
+
     def stop(self) -> None:
         """Remove the hooks, and cast the parameters of O3 to float32."""
         self.end()

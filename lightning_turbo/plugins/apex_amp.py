@@ -273,11 +273,13 @@ class ApexAMP(Precision):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state in apex's format, or an empty dict without a scale.
+        """Return the scaler's state in apex's format if there is a scale, and the buffers that calls have written.
 
         Gradients of an accumulation window are not included.
         """
-        return {"loss_scaler0": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
+        state: dict[str, Any] = {"loss_scaler0": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
+        written = self._casts.written_buffers()
+        return {**state, _WRITTEN: written} if written else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state written by this plugin, at any level, or by apex.
@@ -286,6 +288,11 @@ class ApexAMP(Precision):
         """
         if self.scaler.dynamic and "loss_scaler0" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler0"])
+        if _WRITTEN in state_dict:
+            self._casts.note_written(state_dict[_WRITTEN])
+
+
+_WRITTEN = "written_buffers"  # their names, which are float32 in calls
 
 
 def _dtype_of(argument: str, value: Any) -> Any:

@@ -2,13 +2,17 @@
 
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
-from lightning_turbo import amp
+from lightning_turbo import ApexAMP, ApexGradScaler, amp
 from lightning_turbo.errors import AmpUsageError
+from tests.trainers import quiet_trainer
 
 BF16 = torch.bfloat16
 DATA = torch.randn(24, 16, 4, generator=torch.Generator().manual_seed(1)) + 2.0
@@ -225,6 +229,40 @@ class Projected(Codebook):
 @pytest.mark.parametrize("make", [Codebook, Projected])
 def test_a_codebook(make):
     compare(make, lambda part: torch.cat([part.codes.flatten(), part.sizes]), rtol=0.03, atol=0.03)
+
+
+# A resumed run
+
+
+class Averaging(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), Average(by_mul_and_add, "a weight"), nn.Linear(4, 1))
+
+    def training_step(self, x, index):
+        return (self.net(x).float() - 1).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("plugin", [
+    lambda: ApexAMP("O2", dtype=BF16), lambda: ApexAMP("O3", dtype=BF16),
+    lambda: ApexAMP("O2", dtype=torch.float16, scaler=ApexGradScaler(max_scale=1024.0)),
+    lambda: MixedPrecision("bf16-mixed", "cpu"),
+], ids=["O2", "O3", "O2 with a scale", "bf16-mixed"])  # fmt: skip
+def test_a_resumed_run_has_the_averages_of_one_that_never_stopped(plugin, tmp_path):
+    def fit(epochs, **how):
+        module, trainer = Averaging(), quiet_trainer(max_epochs=epochs, plugins=[plugin()])
+        trainer.fit(module, DataLoader(DATA, batch_size=None), **how)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        return module.state_dict()
+
+    whole = fit(2)
+    fit(1)
+    resumed = fit(2, ckpt_path=tmp_path / "end.ckpt")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 # Momentum encoders
