@@ -14,8 +14,7 @@ import torch
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size", "refuse_tensor_parallel",
-    "tell_first_rank",
+    "data_rank_and_size", "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank",
 ]  # fmt: skip
 
 # The run's group and the gloo group made for it. A process may end one group and train in another.
@@ -29,28 +28,20 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def refuse_tensor_parallel(owner: str) -> None:
-    """Raise an error if ranks are tensor-parallel peers, which need the same samples.
+def data_rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process among the ranks with samples of their own, and the number of these.
 
-    Lightning's ``ModelParallelStrategy`` makes a device mesh with the axes ``data_parallel`` and ``tensor_parallel``.
-    torch names the process groups of an axis after it, but may take the group of all ranks for one that spans them.
-
-    Args:
-        owner: What divides the samples among all ranks, for the message.
-
-    Raises:
-        ValueError: If there are such peers.
+    Tensor-parallel peers need the same samples. Lightning's ``ModelParallelStrategy`` makes a device mesh with the axes
+    ``data_parallel`` and ``tensor_parallel``, and its own sampler takes the place in the first one.
     """
-    _, size = rank_and_size()
+    rank, size = rank_and_size()
     groups = torch.distributed.distributed_c10d._world.pg_names if size > 1 else ()
-    for group in groups:
+    # torch names the process groups of an axis after it, but may take the group of all ranks for one that spans them.
+    # The last one is of the latest mesh.
+    for group in reversed([*groups]):
         if group.group_desc == "mesh_data_parallel" and group.size() < size:
-            raise ValueError(
-                f"{owner}: expected data-parallel ranks alone, or num_replicas and rank, got {size} ranks of which "
-                f"{group.size()} are data-parallel: tensor-parallel peers need the same samples. In train_dataloader "
-                'take mesh = self.device_mesh["data_parallel"], and pass num_replicas=mesh.size() and '
-                "rank=mesh.get_local_rank()."
-            )
+            return group.rank(), group.size()
+    return rank, size
 
 
 def host_group() -> Any:

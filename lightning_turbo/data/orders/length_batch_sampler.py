@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from lightning_turbo._checks import check_count, check_switches, expect
-from lightning_turbo._distributed import rank_and_size, refuse_tensor_parallel
+from lightning_turbo._distributed import data_rank_and_size
 from lightning_turbo.data.orders.seeded_sampler import SeededSampler
 from lightning_turbo.data.sample_seeds import check_seed
 
@@ -40,8 +40,8 @@ class LengthBatchSampler(BatchSampler):
             Lengths that are padded to the same one count as equal, and fewer shapes occur.
         shuffle: ``False`` for the batches from the longest to the shortest, the same in each epoch.
         seed: An integer from 0 to ``2**32 - 1``, the same on all ranks.
-        num_replicas: The number of ranks; ``None`` for that of the process group.
-        rank: The number of this rank; ``None`` for that of the process group.
+        num_replicas: The number of ranks; ``None`` for that of the process group, without tensor-parallel peers.
+        rank: The number of this rank; ``None`` for that of the process group, the same for tensor-parallel peers.
         sampler: Ignored. Lightning passes a sampler of its own when it makes a batch sampler again.
         drop_last: Ignored, for the same reason; no sample is left out.
 
@@ -51,8 +51,7 @@ class LengthBatchSampler(BatchSampler):
     Raises:
         TypeError: If ``lengths`` are not integers, or another argument is of the wrong kind.
         ValueError: If a length is below 1, a single sample is above ``max_cost``, no limit is given, or there are more
-            ranks than samples; at a pass if some ranks are tensor-parallel peers, as under Lightning's
-            ``ModelParallelStrategy``, and ``num_replicas`` and ``rank`` are not given.
+            ranks than samples.
 
     Note:
         Call ``set_epoch`` before each epoch; Lightning does. The same samples meet in each epoch where few have equal
@@ -128,10 +127,8 @@ class LengthBatchSampler(BatchSampler):
 
     def ranks(self) -> tuple[int, int]:
         """Return the number of this rank and how many there are, as they are now."""
-        rank, size = rank_and_size()
+        rank, size = data_rank_and_size()
         size_given, rank_given = self._ranks
-        if size_given is None or rank_given is None:
-            refuse_tensor_parallel(type(self).__name__)
         size = size if size_given is None else check_count("num_replicas", size_given)
         rank = rank if rank_given is None else check_count("rank", rank_given, least=0)
         expect(rank < size, "rank", rank, f"a number below that of the ranks, {size}")

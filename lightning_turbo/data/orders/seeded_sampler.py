@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._checks import check_switches
-from lightning_turbo._distributed import rank_and_size, refuse_tensor_parallel
+from lightning_turbo._distributed import data_rank_and_size
 from lightning_turbo.data.sample_seeds import check_seed
 
 __all__ = ["SeededSampler"]
@@ -28,16 +28,16 @@ class SeededSampler(DistributedSampler[Any]):
         shuffle: ``False`` for the order of the dataset.
         drop_last: Whether the last samples are dropped to make the order evenly divisible by the number of ranks;
             otherwise the first ones are repeated.
-        num_replicas: The number of ranks; ``None`` for that of the process group.
-        rank: The number of this rank; ``None`` for that of the process group.
+        num_replicas: The number of ranks; ``None`` for that of the process group, without tensor-parallel peers.
+        rank: The number of this rank; ``None`` for that of the process group, the same for tensor-parallel peers.
 
     Raises:
         TypeError: If ``seed`` is not an integer, or ``shuffle`` or ``drop_last`` is not a bool.
-        ValueError: If ``seed`` or ``rank`` is out of range, or at a pass if some ranks are tensor-parallel peers, as
-            under Lightning's ``ModelParallelStrategy``, and ``num_replicas`` and ``rank`` are not given.
+        ValueError: If ``seed`` or ``rank`` is out of range.
 
     Note:
-        Call ``set_epoch`` before each epoch, as with ``DistributedSampler``; Lightning does.
+        Call ``set_epoch`` before each epoch, as with ``DistributedSampler``; Lightning does. Tensor-parallel peers are
+        those of the latest ``ModelParallelStrategy`` in this process group.
 
     Example:
         >>> whole = list(SeededSampler(range(6), seed=3))
@@ -67,10 +67,8 @@ class SeededSampler(DistributedSampler[Any]):
 
     def _count_shares(self) -> None:
         """Set how many ranks there are, and how many samples each has, to the numbers of now."""
-        rank, size = rank_and_size()
+        rank, size = data_rank_and_size()
         size_given, rank_given = self._ranks
-        if size_given is None or rank_given is None:
-            refuse_tensor_parallel(type(self).__name__)
         epoch = self.epoch
         super().__init__(
             self.dataset,

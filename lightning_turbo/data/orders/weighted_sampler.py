@@ -26,7 +26,7 @@ class WeightedSampler(SeededSampler):
     The order of an epoch is what ``torch.utils.data.WeightedRandomSampler`` draws with a generator that was seeded with
     ``seed + epoch``. It is interleaved over the ranks, as that of ``SeededSampler``: with two ranks, the first one has
     positions 0, 2, 4, ... Lightning keeps this sampler under every strategy, because it is a ``DistributedSampler``.
-    Tensor-parallel ranks are refused as by ``SeededSampler``.
+    Tensor-parallel peers have the same samples, as with ``SeededSampler``.
 
     Args:
         weights: One weight for each sample of the dataset, not negative and finite, not all zero; they need not sum up

@@ -107,7 +107,7 @@ def main(folder):
 
 
 class Parallel(LightningModule):
-    """Its ranks are tensor-parallel peers. ``tells``: its loader gives the data-parallel ranks to the sampler."""
+    """Its layer is whole on each tensor-parallel peer. ``tells``: its loader gives the sampler the mesh's own ranks."""
 
     def __init__(self, order, tells):
         super().__init__()
@@ -119,12 +119,13 @@ class Parallel(LightningModule):
     def train_dataloader(self):
         mesh = self.device_mesh["data_parallel"]
         ranks = {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()} if self.tells else {}
+        if self.order == "stock":
+            return DataLoader(range(16), batch_size=2, shuffle=True)
         if self.order == "by length":
-            return DataLoader(range(8), batch_sampler=LengthBatchSampler([1, 2] * 4, batch_size=2, seed=1, **ranks))
-        kind = (
-            SeededSampler(range(8), 1, **ranks) if self.order == "seeded" else WeightedSampler([1] * 8, seed=1, **ranks)
-        )
-        return DataLoader(range(8), batch_size=2, sampler=kind)
+            return DataLoader(range(16), batch_sampler=LengthBatchSampler([1, 2] * 8, batch_size=2, seed=1, **ranks))
+        if self.order == "seeded":
+            return DataLoader(range(16), batch_size=2, sampler=SeededSampler(range(16), 1, **ranks))
+        return DataLoader(range(16), batch_size=2, sampler=WeightedSampler([1] * 16, seed=1, **ranks))
 
     def training_step(self, batch, index):
         self.seen += batch.tolist()
@@ -134,16 +135,14 @@ class Parallel(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def tensor_parallel_peers(folder):
+def tensor_parallel_peers(folder, size):
+    """Two peers and ``size`` data-parallel ranks."""
     found = {}
-    for order in ("seeded", "by weight", "by length"):
+    for order in ("stock", "seeded", "by weight", "by length"):
         for tells in (False, True):
-            strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
-            trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, barebones=True)
+            strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=2)
+            trainer = Trainer(accelerator="cpu", devices=2 * size, strategy=strategy, max_epochs=1, barebones=True)
             model = Parallel(order, tells)
-            try:
-                trainer.fit(model)
-                found[f"{order}, {tells}"] = model.seen
-            except ValueError as error:
-                found[f"{order}, {tells}"] = str(error)
+            trainer.fit(model)
+            found[f"{order}, {tells}"] = model.seen
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))

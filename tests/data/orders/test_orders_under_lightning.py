@@ -27,18 +27,16 @@ def test_two_ranks_are_given_what_the_orders_say(tmp_path):
 
 
 @pytest.mark.distributed
-def test_tensor_parallel_peers_are_refused_unless_the_data_parallel_ranks_are_given(tmp_path):
-    run_ranks(tensor_parallel_peers, tmp_path)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second, "peers see the same samples"
-    for order, name in (
-        ("seeded", "SeededSampler"),
-        ("by weight", "WeightedSampler"),
-        ("by length", "LengthBatchSamp"),
-    ):
-        assert first[f"{order}, False"].startswith(name)
-        assert "expected data-parallel ranks alone, or num_replicas and rank, got 2 ranks" in first[f"{order}, False"]
-        assert len(first[f"{order}, True"]) == 8
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tensor_parallel_peers_see_the_same_samples_and_data_parallel_ranks_others(size, tmp_path):
+    run_ranks(tensor_parallel_peers, tmp_path, size, ranks=2 * size)
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2 * size)]
+    for first, peer in zip(seen[::2], seen[1::2], strict=True):
+        assert first == peer
+        for order in ("seeded", "by weight", "by length"):
+            assert first[f"{order}, False"] == first[f"{order}, True"], "as with the mesh's own ranks"
+    for order in ("stock", "seeded", "by length"):
+        assert sorted(sample for each in seen[::2] for sample in each[f"{order}, False"]) == list(range(16))
 
 
 def given(seen, epoch):
