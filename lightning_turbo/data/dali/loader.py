@@ -11,7 +11,7 @@ import torch
 
 from lightning_turbo import _optional
 from lightning_turbo._checks import check_switches, expect, is_whole
-from lightning_turbo._distributed import gather_for_checkpoint, rank_and_size
+from lightning_turbo._distributed import data_rank_and_size, gather_for_checkpoint
 from lightning_turbo._machine import count_cores
 from lightning_turbo.data.dali.dynamic import BuiltDynamic, DynamicPipeline
 from lightning_turbo.data.dali.images import ImageFolder
@@ -47,8 +47,8 @@ class DALILoader:
         prefetch: Number of batches that DALI prepares ahead, at least 1.
         seed: Seed of order and augmentation, at least 0, the same on every rank. Default: the seed of Lightning's
             ``seed_everything``, or 0.
-        rank: Rank of this process. Default: that of ``torch.distributed``, or 0.
-        world_size: Number of ranks. Default: that of ``torch.distributed``, or 1.
+        rank: Rank of this process. Default: that of ``torch.distributed``, the same for tensor-parallel peers, or 0.
+        world_size: Number of ranks. Default: that of ``torch.distributed``, without tensor-parallel peers, or 1.
         arguments: Additional arguments of the pipeline function.
 
     Attributes:
@@ -221,7 +221,7 @@ class DALILoader:
     def _placement(self) -> Placement:
         rank, world_size = self._shard
         if rank is None or world_size is None:
-            rank, world_size = rank_and_size()
+            rank, world_size = data_rank_and_size()
         device_id = self.device.index
         if self.device.type == "cuda" and device_id is None:
             device_id = torch.cuda.current_device()
@@ -234,9 +234,10 @@ class DALILoader:
         built = self._current(self.epoch)
         own = built.snapshot() if built.taken == self._batch else None  # close() loses the position
         pipelines = {built.placement.rank: own}
-        if rank_and_size()[1] == built.placement.world_size > 1:
-            ranks = gather_for_checkpoint(own, "DALI pipelines' states", to_all=True)
-            pipelines = dict(enumerate(ranks)) if len(ranks) > 1 else pipelines
+        if data_rank_and_size()[1] == built.placement.world_size > 1:
+            # Tensor-parallel peers have the same one.
+            ranks = gather_for_checkpoint((built.placement.rank, own), "DALI pipelines' states", to_all=True)
+            pipelines = dict(ranks)
         position = {"epoch": self.epoch, "batch": self._batch, "seed": self.seed}
         return {**position, **self._sizes(built), "pipelines": pipelines}
 

@@ -455,8 +455,8 @@ def test_an_error_of_dali_s_is_told_with_its_cause_and_what_to_do(cause, device,
 
 
 def test_the_state_of_one_rank_holds_the_pipelines_of_all(root, monkeypatch):
-    monkeypatch.setattr(dali_loader, "rank_and_size", lambda: (1, 2))
-    monkeypatch.setattr(dali_loader, "gather_for_checkpoint", lambda own, name, to_all: ["of rank 0", own])
+    monkeypatch.setattr(dali_loader, "data_rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(dali_loader, "gather_for_checkpoint", lambda own, name, to_all: [(0, "of rank 0"), own])
     loader = DALILoader(ImageFolder(root, train=False, size=8), 4, num_threads=1)
     try:
         next(iter(loader))
