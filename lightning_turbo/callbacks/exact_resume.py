@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo._distributed import error_under_way, gather_for_checkpoint, rank_and_size
+from lightning_turbo._distributed import data_rank_and_size, error_under_way, gather_for_checkpoint, rank_and_size
 from lightning_turbo._lightning import (
     Callback,
     LightningModule,
@@ -287,6 +287,7 @@ def _state_of_rank(trainer: Any, place: Place, fit: dict[str, Any]) -> dict[str,
     return {
         "random": _random_states(trainer) | validation.pop("random"),
         "ranks": rank_and_size()[1],
+        "data_ranks": data_rank_and_size()[1],
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         # Whether it is behind the last hook and the validation of a batch, where Lightning counts the logged step.
         "counted": batch.ready == batch.completed and not trainer.validating,
@@ -594,8 +595,8 @@ def _state_without_callback(fit: dict[str, Any]) -> dict[str, Any]:
     """Return what is known of a checkpoint that was saved without this callback."""
     states = fit["state_dict"].get("combined_loader", [])
     return {
-        "random": None, "ranks": 0, "counted": True, "has_begun": False, "metrics": {}, "plateaus": False,
-        "loaders": states, "batch_sizes": [], "generators": [], "exhausted": [],
+        "random": None, "ranks": 0, "data_ranks": 0, "counted": True, "has_begun": False, "metrics": {},
+        "plateaus": False, "loaders": states, "batch_sizes": [], "generators": [], "exhausted": [],
         "validation": {"due": _is_within_validation(fit), "loaders": [], "reloaded": -inf},
     }  # fmt: skip
 
@@ -736,17 +737,17 @@ def _tell_of_samples(epoch: int, used: int, done: int, length: float, old: dict[
 
 def _warn_of_other_batches(trainer: Any, own: dict[str, Any], used: int) -> None:
     """Warn of loaders that go on with other ranks or batch sizes, and of which no order over all ranks is known."""
-    ranks = rank_and_size()[1]
+    old, ranks = own["data_ranks"], data_rank_and_size()[1]
     loop = trainer.fit_loop
     for loader, state, was in zip(_loaders(loop), own["loaders"], own["batch_sizes"], strict=False):
         now = getattr(loader, "batch_size", None) or 1
-        if own["ranks"] in (0, ranks) and (was == now or is_counted(state)):
+        if old in (0, ranks) and (was == now or is_counted(state)):
             continue  # a PrefetchLoader tells of other batch sizes itself
         if state is None or not used or (is_counted(state) and state["order"] is not None):
             continue
-        before, left_out = own["ranks"] * used * was, ranks * used * now
+        before, left_out = old * used * was, ranks * used * now
         rank_zero_warn(
-            f"A {type(loader).__name__} goes on with {ranks} ranks x {now} samples in place of {own['ranks']} x {was} "
+            f"A {type(loader).__name__} goes on with {ranks} ranks x {now} samples in place of {old} x {was} "
             f"in the middle of an epoch, and no order of its samples over all ranks is known: {before} were used, and "
             f"{left_out} count as used now, so that about {abs(before - left_out)} are seen "
             f"{'twice' if left_out < before else 'never'} in this epoch. Add Prefetch to the Trainer, with "
