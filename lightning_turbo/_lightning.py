@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from lightning.pytorch.tuner.tuning import Tuner
     from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -61,6 +62,8 @@ __all__ = [
 ]
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
+# Imports lightning.pytorch wherever it is installed, whatever the program uses.
+_OF_RAY = "ray.train.lightning._lightning_utils"
 VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
 
 # Name -> its location in the bound copy. ``__getattr__`` imports a name on first use. The imports above say the same
@@ -96,6 +99,7 @@ _HOMES = {
     "TorchElasticEnvironment": "{fabric}.plugins.environments:TorchElasticEnvironment",
     "TrainingEpochLoop": "{pytorch}.loops.training_epoch_loop:_TrainingEpochLoop",
     "Tuner": "{pytorch}.tuner.tuning:Tuner",
+    "TunerExitException": "{pytorch}.utilities.exceptions:_TunerExitException",
     "WrappingCheckpointIO": "{pytorch}.plugins.io.wrapper:_WrappingCheckpointIO",
     "is_overridden": "{pytorch}.utilities.model_helpers:is_overridden",
     "move_data_to_device": "{fabric}.utilities.apply_func:move_data_to_device",
@@ -106,20 +110,28 @@ _HOMES = {
 
 _bound: str | None = None
 _reason = ""
-# Whether the bound copy is a guess: the program had imported neither copy and nobody had named one.
+# Whether the bound copy is a guess: the program had imported neither copy, but perhaps Ray, and nobody had named one.
 _guessed = False
 
 
 def _loaded() -> list[str]:
-    """Return the import names under which Lightning is loaded, in import order."""
-    return [name for name in sys.modules if name in NAMES]
+    """Return the import names under which Lightning is loaded, in import order; last the one that only Ray imported."""
+    loaded = [name for name in sys.modules if name in NAMES]
+    return sorted(loaded, key=_is_of_ray)
+
+
+def _is_of_ray(name: str) -> bool:
+    """Return whether Ray imported a copy of Lightning before the program did."""
+    imported = [each for each in sys.modules if each in (name, _OF_RAY)]
+    return name == NAMES[0] and imported == [_OF_RAY, name]
 
 
 def bound_name() -> str:
     """Return the import name of Lightning that the adapters use; the first call binds it.
 
     The first of these decides: ``bind_lightning``, the environment variable ``LIGHTNING_TURBO_LIGHTNING``, the name
-    that the program imported first, ``lightning.pytorch`` if it is installed, ``pytorch_lightning``.
+    that the program imported first, ``lightning.pytorch`` if it is installed, ``pytorch_lightning``. What Ray imports
+    is not the program's choice.
     """
     global _bound, _reason, _guessed
     # Bound once, because classes derive from what it returns. The program's choice comes before what is installed.
@@ -127,7 +139,8 @@ def bound_name() -> str:
         if os.environ.get(VARIABLE):
             _bound, _reason = _checked(os.environ[VARIABLE]), f"the environment variable {VARIABLE} says so"
         elif _loaded():
-            _bound, _reason = _loaded()[0], "the program imported it first"
+            _bound, _guessed = _loaded()[0], _is_of_ray(_loaded()[0])
+            _reason = "Ray imported it" if _guessed else "the program imported it first"
         elif importlib.util.find_spec("lightning") is not None:
             _bound, _reason, _guessed = NAMES[0], "no Lightning was imported before it", True
         else:

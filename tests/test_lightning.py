@@ -229,6 +229,24 @@ def test_what_binds_a_copy_before_one_is_imported(variable, bind, installed, nam
         assert _lightning._guessed is (reason == "no Lightning was imported before it")
 
 
+RAYS = "ray.train.lightning._lightning_utils"
+
+
+@pytest.mark.parametrize(("imported", "name", "is_guess"), [
+    ((RAYS, "lightning.pytorch", "pytorch_lightning"), "pytorch_lightning", False),
+    (("pytorch_lightning", RAYS, "lightning.pytorch"), "pytorch_lightning", False),
+    ((RAYS, "lightning.pytorch"), "lightning.pytorch", True),
+    (("lightning.pytorch", RAYS), "lightning.pytorch", False),
+    (("lightning.pytorch", RAYS, "pytorch_lightning"), "lightning.pytorch", False),
+])  # fmt: skip
+def test_what_ray_imports_binds_no_copy(imported, name, is_guess):
+    """``ray.train.lightning`` imports lightning.pytorch wherever it is installed (ray issue 47089)."""
+    with unbound(None) as patch:
+        patch.setattr(_lightning, "sys", types.SimpleNamespace(modules=dict.fromkeys(imported)))
+        assert _lightning.bound_name() == name
+        assert _lightning._guessed is is_guess
+
+
 def test_a_misspelt_variable_is_refused():
     with unbound("lightning"), pytest.raises(ValueError, match=r"or 'pytorch_lightning', got 'lightning'\."):
         _lightning.bound_name()

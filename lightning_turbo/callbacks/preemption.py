@@ -1,4 +1,4 @@
-"""``Preemption``: ends a run on a signal, so that another run can resume from the same step."""
+"""``Preemption``: saves a run when it is told to end, so that another run can resume from the same step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_turbo._checks import expect, is_list, is_number
+from lightning_turbo._checks import check_choice, expect, is_list, is_number
 from lightning_turbo._distributed import error_under_way, host_group, rank_and_size
 from lightning_turbo._lightning import (
     Callback,
     LightningModule,
     Trainer,
+    TunerExitException,
     check_binding,
     rank_zero_info,
     rank_zero_warn,
@@ -33,7 +34,9 @@ from lightning_turbo.errors import TurboWarning
 __all__ = ["Preemption", "attach_preemption"]
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-_TIME, _REQUEUE = 0, -1  # reasons to act beside the numbers of signals: the time limit, and Slurm through Lightning
+# Reasons to act beside the numbers of signals: the time limit, Slurm through Lightning, and what a source says.
+_TIME, _REQUEUE, _SOURCE = 0, -1, -2
+_MOST_NAMED = 16  # ranks in an error
 
 
 class Preemption(Callback):
@@ -50,6 +53,9 @@ class Preemption(Callback):
     The file is written where ``ModelCheckpoint`` saves, or to the Trainer's ``default_root_dir``; the next preemption
     replaces it. Further signals while it is written have no effect. Worker processes of loaders ignore the signals.
 
+    In the same exchange the ranks tell their batches. If some ranks are at the end of an epoch and others are not, an
+    error names them: they would go out of phase without a word, and wait for one another in the end.
+
     In a Slurm job that Lightning requeues (``SLURMEnvironment(auto_requeue=True)``), the ranks share its signal in the
     same way and then leave it to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job. Where the program has
     a handler of its own for that signal, as submitit's, Lightning does not requeue, and the signal is one like others.
@@ -60,14 +66,26 @@ class Preemption(Callback):
         time_limit: Seconds, or a ``timedelta``, from now until the process must have ended. The run ends when the
             remaining time falls below twice its longest step, validation and saving included, plus a tenth of the limit
             (at most one minute). ``None``: no limit.
+        source: A function without arguments that says whether the run is told to end, for where no signal arrives, as
+            in a thread or under Ray Train. It is called on every rank after each optimizer step, equally often on all
+            of them, and acts like a signal when its result becomes true on any rank.
+        ending: What happens after the save. ``"exit"``: exit with status 75. ``"return"``: ``fit`` returns, without
+            further hooks but ``teardown``, and ``ended`` is true. A function: it is called with the Trainer on every
+            rank in place of the save, and the training goes on; so a run can report its state and use the time that is
+            left. It is called again for the next signal.
+
+    Attributes:
+        ended: Whether this callback has ended the latest ``fit``.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a signal is unknown or cannot be handled, or the time limit is not above 0.
+        ValueError: If a signal is unknown or cannot be handled, the time limit is not above 0, or ``ending`` is another
+            string.
+        RuntimeError: In a run, if ranks have different numbers of batches in an epoch.
 
     Warns:
-        TurboWarning: If ``fit`` runs in another thread than the main one, where Python handles no signals: it obeys the
-            time limit alone.
+        TurboWarning: If ``fit`` runs in another thread than the main one, where Python handles no signals, and there is
+            no ``source``: it obeys the time limit alone.
 
     Note:
         A signal during validation waits for its end. No checkpoint holds gradients, so the run ends at the end of an
@@ -83,13 +101,27 @@ class Preemption(Callback):
 
     EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again
 
-    def __init__(self, signals: Sequence[str] = _NAMES, time_limit: float | timedelta | None = None) -> None:
+    def __init__(
+        self,
+        signals: Sequence[str] = _NAMES,
+        time_limit: float | timedelta | None = None,
+        *,
+        source: Callable[[], object] | None = None,
+        ending: Literal["exit", "return"] | Callable[[Any], object] = "exit",
+    ) -> None:
         check_binding("Preemption")
         seconds = time_limit.total_seconds() if isinstance(time_limit, timedelta) else time_limit
         valid = seconds is None or is_number(seconds)
         expect(valid, "Preemption(time_limit)", time_limit, "seconds, a timedelta or None", TypeError)
         expect(seconds is None or seconds > 0, "Preemption(time_limit)", time_limit, "more than 0 seconds")
+        expect(source is None or callable(source), "Preemption(source)", source, "a function or None", TypeError)
+        if not callable(ending):
+            check_choice("Preemption(ending)", ending, ("exit", "return"))
+        self.ended = False
         self._signals = _numbers(signals)
+        self._source = source
+        self._source_said = False
+        self._ending = ending
         self._clock = _Clock(seconds)
         self._shared = _SharedSignals(self._signals)
         self._cleanup = ExitStack()  # undoes what a run changes
@@ -102,6 +134,7 @@ class Preemption(Callback):
         """Make the worker processes of loaders ignore the signals."""
         self._cleanup.close()
         self._shared = _SharedSignals(self._signals)
+        self._source_said = self.ended = False
         if stage == "fit":
             self._warn_in_a_thread()
             replaced = ReplacedMethod(trainer.strategy, "process_dataloader", self._process)
@@ -114,11 +147,11 @@ class Preemption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen for signals and obey them after each optimizer step."""
         self._listen(trainer)
-        self._shared.connect()
+        self._shared.connect(trainer.fit_loop.epoch_loop.batch_progress)
         self._clock.start()
         loop: Any = trainer.fit_loop.epoch_loop
         replaced = [
-            ReplacedMethod(loop, "on_advance_end", self._obey_after(trainer, _is_last_of_epoch)),
+            ReplacedMethod(loop, "on_advance_end", self._obey_after(trainer, _is_last_of_epoch, ends_batch=True)),
             ReplacedMethod(trainer.fit_loop, "on_advance_end", self._obey_after(trainer, _is_last_epoch)),
         ]
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # Lightning 2.6 synchronizes in every batch for it
@@ -156,12 +189,13 @@ class Preemption(Callback):
 
     def _warn_in_a_thread(self) -> None:
         thread = threading.current_thread()
-        if self._signals and thread is not threading.main_thread():
+        if self._signals and self._source is None and thread is not threading.main_thread():
             names = ", ".join(signal.Signals(number).name for number in self._signals)
             rank_zero_warn(
                 f"Preemption(signals): expected fit in the main thread, where Python handles signals, got the thread "
                 f"{thread.name!r}: this run is not saved on {names}. Call fit in the main thread, or let the run end "
-                "before its job: Preemption(signals=(), time_limit=SECONDS).",
+                "before its job: Preemption(signals=(), time_limit=SECONDS), or pass source=, a function that is asked "
+                "after each step, such as the is_set of a threading.Event that the program's own handler sets.",
                 category=TurboWarning,
             )
 
@@ -193,10 +227,15 @@ class Preemption(Callback):
                 signal.signal(number, self._shared.receive)
             self._cleanup.callback(_put_back, number, self._shared, before)
 
-    def _obey_after(self, trainer: Any, is_last: Callable[[Any], bool]) -> Callable[..., None]:
+    def _obey_after(
+        self, trainer: Any, is_last: Callable[[Any], bool], ends_batch: bool = False
+    ) -> Callable[..., None]:
         """Return what replaces the method that ends a batch, or an epoch, and obeys signals unless it was the last."""
 
         def on_advance_end(method: Callable[..., None], *args: Any) -> None:
+            if ends_batch and trainer.fit_loop.epoch_loop._is_training_done:
+                # Before the validation and the hooks at the end of an epoch, in which ranks wait for one another.
+                self._shared.check_ends()
             # First the work due here, so that the checkpoint counts a validation, or the hooks of an epoch, as done.
             method(*args)
             # A checkpoint holds no gradients, so a run ends between optimizer steps, not inside a window.
@@ -208,6 +247,10 @@ class Preemption(Callback):
     def _obey(self, trainer: Any) -> None:
         if self._clock.is_nearly_over():
             self._shared.received.add(_TIME)
+        if self._source is not None:
+            before, self._source_said = self._source_said, bool(self._source())
+            if self._source_said and not before:
+                self._shared.received.add(_SOURCE)
         received = self._shared.by_all()
         if _REQUEUE in received:
             received.remove(_REQUEUE)
@@ -216,7 +259,13 @@ class Preemption(Callback):
             self._end(trainer, received)
 
     def _end(self, trainer: Any, received: set[int]) -> None:
-        """Save, unless Lightning has saved for the requeued job, and end this process."""
+        """Save, unless Lightning has saved for the requeued job, and end this run; or call the user's ending."""
+        if callable(self._ending):
+            self._shared.forget(received)
+            self._clock.stop()
+            self._ending(trainer)
+            self._shared.call_program(received)
+            return
         callback = trainer.checkpoint_callback
         path = Path(getattr(callback, "dirpath", None) or trainer.default_root_dir) / "preempted.ckpt"
         saves = not self._shared.was_requeued
@@ -226,13 +275,17 @@ class Preemption(Callback):
             trainer.strategy.checkpoint_io.teardown()
         self._shared.close()
         trainer.strategy.barrier("Preemption")  # a launcher may kill all ranks once the first one has ended
-        self._ignore_signals(trainer)
-        where = f"The state of step {trainer.global_step} is in {path}." if saves else ""
-        rank_zero_info(
-            f"Preemption: stopping after a signal or at the time limit. {where}The exit status is {self.EXIT_STATUS}."
-        )
+        self.ended = True
+        exits = self._ending == "exit"
+        where = f" The state of step {trainer.global_step} is in {path}." if saves else ""
+        how = f"The exit status is {self.EXIT_STATUS}." if exits else "fit returns."
+        rank_zero_info(f"Preemption: stopping after a signal or at the time limit.{where} {how}")
+        if exits:
+            self._ignore_signals(trainer)
+        self._shared.received.clear()  # nothing is left for the end of the run
         self._shared.call_program(received)
-        raise SystemExit(self.EXIT_STATUS)
+        # Lightning's tuner returns from fit by this exception: no hook follows that would count the epoch as over.
+        raise SystemExit(self.EXIT_STATUS) if exits else TunerExitException
 
     def _ignore_signals(self, trainer: Any) -> None:
         """Make signals have no effect until the process has ended, also once this callback and Lightning are gone."""
@@ -242,32 +295,42 @@ class Preemption(Callback):
                 signal.signal(number, _ignore)
 
 
-def attach_preemption(trainer: Any) -> None:
-    """Append a ``Preemption`` for SIGTERM to a Trainer's callbacks, if it has none and is fitting."""
+def attach_preemption(trainer: Any, signals: Sequence[str] = ("SIGTERM",)) -> None:
+    """Append a ``Preemption`` to a Trainer's callbacks, if it has none and is fitting."""
     if is_fitting(trainer) and not any(isinstance(callback, Preemption) for callback in trainer.callbacks):
-        trainer.callbacks.append(Preemption(signals=("SIGTERM",)))
+        trainer.callbacks.append(Preemption(signals))
 
 
 class _SharedSignals:
-    """The signals that any rank of a run received; the ranks exchange them once per step, on the host.
+    """The signals that any rank of a run received, and the batches of the ranks, exchanged once per step, on the host.
 
     ``Preemption`` creates it for a fit, connects it when training starts and closes it at the end. Each exchange starts
     a collective and reads that of the previous step, which had one step's time: a rank only waits for ranks more than
     one step behind. Every rank reads the same result after the same step, so they all act together. A single rank needs
     no collective and acts after the step in which the signal arrived.
+
+    At the end of an epoch there is one exchange more, for which the rank waits. Always: as long as all ranks end their
+    epochs with the same step, they start the same exchanges. If one does not, its exchange of that step meets the
+    additional one of those that do, so that both sides learn of it.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
-        self.received: set[int] = set()  # by this rank: numbers of signals, ``_TIME`` and ``_REQUEUE``
+        self.received: set[int] = set()  # by this rank: numbers of signals, and ``_TIME``, ``_REQUEUE``, ``_SOURCE``
         self.program: dict[int, Any] = {}  # the program's handlers, by signal
         self.requeue: Callable[..., Any] | None = None  # Lightning's handler
         self.was_requeued = False
-        self._kinds = (_TIME, _REQUEUE, *signals)
+        self._kinds = (_TIME, _REQUEUE, _SOURCE, *signals)
         self._group: Any = None
+        self._batches: Any = None
         self._pending: tuple[Any, torch.Tensor] | None = None
 
-    def connect(self) -> None:
-        """Create the process group of the exchange; a collective call."""
+    def connect(self, batches: Any) -> None:
+        """Create the process group of the exchange; a collective call.
+
+        Args:
+            batches: Lightning's progress of the batches of an epoch.
+        """
+        self._batches = batches
         self._group = host_group() if rank_and_size()[1] > 1 else None
 
     def receive(self, number: int, frame: Any) -> None:
@@ -280,16 +343,38 @@ class _SharedSignals:
 
     def by_all(self) -> set[int]:
         """Return what any rank has received."""
-        own = torch.tensor([kind in self.received for kind in self._kinds], dtype=torch.int32)
+        if self._group is None:
+            return set(self.received)
+        pending, self._pending = self._pending, self._start(ends=False)
+        return set() if pending is None else self._read(pending)  # there is none before the first step
+
+    def check_ends(self) -> None:
+        """Raise a ``RuntimeError`` unless the other ranks end their epoch with this step too."""
         if self._group is not None:
-            work = torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
-            pending = self._pending
-            self._pending = (work, own)
-            if pending is None:  # there is none before the first step
-                return set()
-            pending[0].wait()
-            own = pending[1]
-        return {kind for kind, received in zip(self._kinds, own.tolist(), strict=True) if received}
+            self._read(self._start(ends=True))
+
+    def _start(self, ends: bool) -> tuple[Any, torch.Tensor]:
+        """Start an exchange: a flag for each kind of signal, and a number for each rank, odd if its epoch ends."""
+        rank, size = rank_and_size()
+        numbers = torch.zeros(len(self._kinds) + size, dtype=torch.int32)
+        numbers[: len(self._kinds)] = torch.tensor([kind in self.received for kind in self._kinds])
+        numbers[len(self._kinds) + rank] = 2 * self._batches.current.ready + ends
+        maximum = torch.distributed.ReduceOp.MAX
+        return torch.distributed.all_reduce(numbers, maximum, group=self._group, async_op=True), numbers
+
+    def _read(self, exchange: tuple[Any, torch.Tensor]) -> set[int]:
+        """Wait for an exchange, and return the signals that any rank had received when it was started."""
+        work, numbers = exchange
+        work.wait()
+        flags, ranks = numbers.tolist()[: len(self._kinds)], numbers.tolist()[len(self._kinds) :]
+        if len({number % 2 for number in ranks}) > 1:
+            raise RuntimeError(_describe_ends(ranks))
+        return {kind for kind, flag in zip(self._kinds, flags, strict=True) if flag}
+
+    def forget(self, received: set[int]) -> None:
+        """Take signals as obeyed; all ranks call it after the same step."""
+        self.received -= received
+        self.close()  # the exchange under way may hold them too
 
     def requeue_once(self, number: int | None) -> None:
         """Call Lightning's handler, on all ranks because it saves, unless it was called."""
@@ -324,6 +409,9 @@ class _Clock:
     def start(self) -> None:
         self._last = time.monotonic()
 
+    def stop(self) -> None:
+        self._end = None
+
     def is_nearly_over(self) -> bool:
         """Return whether the time is too short for another step; called after each step."""
         if self._end is None or self._limit is None:
@@ -352,6 +440,22 @@ def _restore(loader: ref[DataLoader[Any]], before: Callable[[int], None] | None)
     alive = loader()
     if alive is not None:
         alive.worker_init_fn = before
+
+
+def _describe_ends(ranks: Sequence[int]) -> str:
+    """Return the error for ranks of which some end an epoch and others do not, by the numbers of an exchange."""
+    sides = {
+        side: ", ".join(f"rank {rank} with batch {number // 2}" for rank, number in numbered[:_MOST_NAMED])
+        + (f" and {len(numbered) - _MOST_NAMED} more" if len(numbered) > _MOST_NAMED else "")
+        for side in (0, 1)
+        if (numbered := [(rank, number) for rank, number in enumerate(ranks) if number % 2 == side])
+    }
+    return (
+        "Expected all ranks to have the same number of training batches in an epoch, got an end of the epoch on "
+        f"{sides[1]}, and none on {sides[0]}. Gradients of different epochs would be averaged, and the ranks would "
+        "wait for one another in the end. Give each rank as many batches: a dataset with a length and Lightning's own "
+        "sampler or a SeededSampler, or Trainer(limit_train_batches=N) with the N of the shortest rank."
+    )
 
 
 def _put_back(number: int, shared: _SharedSignals, before: Any) -> None:

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -138,6 +139,70 @@ def test_preemption_leaves_other_signals_alone_and_all_of_them_in_a_thread(tmp_p
     assert len(handlers) == 12
 
 
+class TellsAt(Callback):
+    """A source that says so from a step on."""
+
+    def __init__(self, step):
+        self.step, self.is_told, self.asked = step, False, 0
+
+    def on_train_batch_start(self, trainer, *_):
+        self.is_told = trainer.global_step >= self.step
+
+    def source(self):
+        self.asked += 1
+        return self.is_told
+
+
+def test_a_source_in_a_thread_ends_the_run_and_a_handler_of_the_program_may_be_one(tmp_path, recwarn):
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    waits = Callback()
+    waits.on_after_backward = lambda trainer, *_: trainer.global_step != 7 or told.wait(60)  # for the main thread
+    try:
+        preemption = Preemption(source=told.is_set, ending="return")
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(fit, tmp_path, preemption, SendsSignal(7), waits, strategy="turbo").result()
+            # A run that no signal ends.
+            told.clear()
+            assert preemption.ended
+            path = Preemption.resume_path(tmp_path)
+            assert torch.load(path, weights_only=False)["global_step"] == 8
+            resumed = thread.submit(fit, tmp_path, preemption, path=path, strategy="turbo").result()
+            assert not preemption.ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert_same(resumed.state_dict(), fit(tmp_path, strategy="turbo").state_dict())
+    assert [str(each.message) for each in recwarn if "Preemption" in str(each.message)] == []
+
+
+@pytest.mark.parametrize("step", [3, 5])  # within an epoch, and with its last batch
+def test_fit_returns_and_calls_no_hook_that_would_count_the_epoch_as_over(step, tmp_path):
+    hooks = []
+    ends = Callback()
+    ends.on_train_epoch_end = ends.on_train_end = lambda *_: hooks.append("end")
+    ends.teardown = lambda *_, stage: hooks.append("teardown")
+    before = signal.getsignal(signal.SIGTERM)
+    fit(tmp_path, Preemption(ending="return"), ends, SendsSignal(step), strategy="turbo")
+    assert hooks == [*(["end"] if step == 5 else []), "teardown"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    resumed = fit(tmp_path, path=Preemption.resume_path(tmp_path), strategy="turbo")
+    assert_same(resumed.state_dict(), fit(tmp_path, strategy="turbo").state_dict())
+
+
+def test_a_function_as_the_ending_saves_once_for_each_time_and_the_training_goes_on(tmp_path):
+    def save(trainer):
+        trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    tells, sends = TellsAt(9), SendsSignal(3)
+    went_on = fit(tmp_path, Preemption(source=tells.source, ending=save), tells, sends, strategy="turbo")
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["10.ckpt", "4.ckpt"]
+    assert tells.asked == 17, "after each step but the last one"
+    whole = fit(tmp_path, strategy="turbo").state_dict()
+    assert_same(went_on.state_dict(), whole)
+    for path in tmp_path.glob("*.ckpt"):
+        assert_same(fit(tmp_path, path=path, strategy="turbo").state_dict(), whole)
+
+
 @pytest.mark.parametrize("loader", [DataLoader, PrefetchLoader])
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_worker_processes_ignore_the_signal(loader, method, tmp_path):
@@ -235,6 +300,8 @@ def test_resume_path_skips_files_of_weights_alone(tmp_path):
     ({"signals": (15,)}, ValueError, "signals.: expected names of signals"),
     ({"time_limit": "1h"}, TypeError, "time_limit.: expected seconds, a timedelta or None, got '1h'"),
     ({"time_limit": 0}, ValueError, "time_limit.: expected more than 0 seconds, got 0"),
+    ({"source": True}, TypeError, "source.: expected a function or None, got True"),
+    ({"ending": "stop"}, ValueError, "ending.: expected 'exit' or 'return', got 'stop'"),
 ])  # fmt: skip
 def test_impossible_values_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
@@ -523,3 +590,59 @@ def test_a_kill_during_the_save_keeps_the_previous_checkpoint(undisturbed, tmp_p
         (tmp_path / f"seen.{rank}").write_text("".join(f"{line}\n" for line in kept))
     assert signal_until_the_end(tmp_path, []) == 0
     same_end(tmp_path, undisturbed)
+
+
+class Share(torch.utils.data.IterableDataset):
+    """A stream of which the second rank has fewer samples."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __iter__(self):
+        return iter(torch.arange(self.lengths[RANK]).float()[:, None])
+
+
+class Means(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, index):
+        return self.net(batch).mean()
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.net(batch).mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_on_shares(folder, lengths, *settings):
+    """Train two epochs on streams, and write the error of this rank, if there is one."""
+    trainer = quiet_trainer(devices=RANKS, strategy="turbo_ddp", max_epochs=2, **dict(settings))
+    said = "none"
+    try:
+        trainer.fit(Means(), DataLoader(Share(lengths), 2), DataLoader(Share([4, 4]), 2))
+    except RuntimeError as error:
+        said = str(error)
+    (folder / f"said.{RANK}").write_text(said)
+    if said != "none":
+        os._exit(1)  # as an error in a script: the other rank waits for this one
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("lengths", "settings", "ends", "goes_on"), [
+    ((20, 16), (), "rank 1 with batch 8", "rank 0 with batch 8"),
+    ((2, 8), (), "rank 0 with batch 1", "rank 1 with batch 1"),
+    ((20, 14), (("accumulate_grad_batches", 4),), "rank 1 with batch 7", "rank 0 with batch 8"),
+    ((20, 18), (("accumulate_grad_batches", 4),), "", ""),  # three steps each
+    ((16, 16), (), "", ""),
+])  # fmt: skip
+def test_ranks_with_different_numbers_of_batches_are_named(lengths, settings, ends, goes_on, tmp_path):
+    codes = joined(start_ranks(train_on_shares, [tmp_path, lengths, *settings], tmp_path / "output"), tmp_path)
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2) if (tmp_path / f"said.{rank}").exists()]
+    if not ends:
+        assert codes == [0, 0], (tmp_path / "output").read_text()[-3000:]
+        return
+    assert any(f"got an end of the epoch on {ends}, and none on {goes_on}." in each for each in said), said
+    assert codes != [0, 0]
