@@ -36,10 +36,12 @@ def data_rank_and_size() -> tuple[int, int]:
     """
     rank, size = rank_and_size()
     groups = torch.distributed.distributed_c10d._world.pg_names if size > 1 else ()
-    # torch names the process groups of an axis after it, but may take the group of all ranks for one that spans them.
-    # The last one is of the latest mesh.
+    # torch names the process groups of an axis after it, but takes the group of all ranks for an axis that spans them:
+    # then the other axis has groups of one rank. The last groups are those of the latest mesh.
     for group in reversed([*groups]):
-        if group.group_desc == "mesh_data_parallel" and group.size() < size:
+        if group.group_desc == "mesh_tensor_parallel" and group.size() == 1:
+            break
+        if group.group_desc == "mesh_data_parallel":
             return group.rank(), group.size()
     return rank, size
 
