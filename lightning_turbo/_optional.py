@@ -21,6 +21,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "nibabel": (("nibabel",), "pack"),
     "nvidia.dali": (("nvidia-dali-cuda120", "nvidia-dali-cuda130"), "dali"),
     "pytorch_optimizer": (("pytorch_optimizer",), "optim"),
+    "ray": (("ray",), "ray"),
     "scipy": (("scipy",), "pack"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from lightning_turbo._checks import check_switches
@@ -37,6 +38,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         ValueError: If an argument has none of these values.
         TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
         LightningMismatchError: If ``lean`` is ``True`` and the loop of this version of Lightning was not compared.
+        MisconfigurationException: In a worker of Ray Train, which needs ``lightning_turbo.ray.RayTurboDDPStrategy``.
 
     Example:
         >>> from lightning_turbo.strategies import TurboDDPStrategy
@@ -45,6 +47,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     """
 
     strategy_name = "turbo_ddp"
+    _signals = ("SIGTERM",)
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         preemption: bool = True,
         **kwargs: Any,
     ) -> None:
+        _refuse_under_ray(type(self))
         check_switches(
             gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, preemption=preemption
         )
@@ -64,7 +68,7 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         """Set up the device and the ranks, and add ``ExactResume`` and ``Preemption`` to the Trainer."""
         super().setup_environment()
         if self.preemption:
-            attach_preemption(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+            attach_preemption(self.lightning_module.trainer, self._signals)  # pyright: ignore[reportOptionalMemberAccess]
 
     def on_train_start(self) -> None:
         """Raise an error for a static graph with accumulated gradients.
@@ -80,3 +84,21 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
                 f"expected accumulate_grad_batches=1 with static_graph=True, got {trainer.accumulate_grad_batches}: "
                 "DDP records a static graph in a backward pass that it synchronizes. Leave one of them out."
             )
+
+
+def _refuse_under_ray(strategy: type) -> None:
+    """Raise an error in a worker of Ray Train, unless the ranks and devices of a strategy are Ray's."""
+    # Looked up by name, because a worker has imported it, and other programs need no Ray.
+    train: Any = sys.modules.get("ray.train.v2.api.train_fn_utils")
+    if train is None or any(base.__name__ == "RayDDPStrategy" for base in strategy.__mro__):
+        return
+    try:
+        train.get_context()
+    except (RuntimeError, DeprecationWarning):  # outside of a worker, and within Ray Tune
+        return
+    raise MisconfigurationException(
+        f"{strategy.__name__} in a worker of Ray Train: expected a strategy whose ranks and device are Ray's. Write "
+        "prepare_trainer(Trainer(strategy=RayTurboDDPStrategy(), plugins=[RayLightningEnvironment()], devices='auto')) "
+        "with: from lightning_turbo.ray import RayTurboDDPStrategy; from ray.train.lightning import prepare_trainer, "
+        "RayLightningEnvironment."
+    )

@@ -22,7 +22,7 @@ FLOORS = (
     ("amp", "data", "fp16_utils", "measure", "nn", "optim", "parallel"),
     (
         *("__init__", "__main__", "callbacks", "cli", "datamodules"),
-        *("doctor", "plugins", "strategies", "testing", "tune"),
+        *("doctor", "plugins", "ray", "strategies", "testing", "tune"),
     ),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

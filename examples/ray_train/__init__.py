@@ -1,0 +1,1 @@
+"""Ray Train with a worker that is killed in mid-epoch: ``python -m examples.ray_train``."""
