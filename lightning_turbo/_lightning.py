@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.hooks import DataHooks
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
-    from lightning.pytorch.loops.optimization.automatic import ClosureResult
+    from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+    from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior as block_parallel_sync_behavior
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.types import LRSchedulerConfig
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+    from torchmetrics import Metric
 
 __all__ = [
     "bind_lightning",
@@ -73,6 +75,7 @@ _HOMES = {
     "BatchSizeFinder": "{pytorch}.callbacks:BatchSizeFinder",
     "Callback": "{pytorch}:Callback",
     "CheckpointIO": "{pytorch}.plugins.io:CheckpointIO",
+    "Closure": "{pytorch}.loops.optimization.automatic:Closure",
     "ClosureResult": "{pytorch}.loops.optimization.automatic:ClosureResult",
     "CombinedLoader": "{pytorch}.utilities:CombinedLoader",
     "DDPStrategy": "{pytorch}.strategies:DDPStrategy",
@@ -84,6 +87,7 @@ _HOMES = {
     "LightningDataModule": "{pytorch}:LightningDataModule",
     "LightningModule": "{pytorch}:LightningModule",
     "LoggerConnector": "{pytorch}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector",
+    "Metric": "torchmetrics:Metric",
     "MisconfigurationException": "{fabric}.utilities.exceptions:MisconfigurationException",
     "MixedPrecision": "{pytorch}.plugins.precision:MixedPrecision",
     "ModelCheckpoint": "{pytorch}.callbacks:ModelCheckpoint",
@@ -101,6 +105,7 @@ _HOMES = {
     "Tuner": "{pytorch}.tuner.tuning:Tuner",
     "TunerExitException": "{pytorch}.utilities.exceptions:_TunerExitException",
     "WrappingCheckpointIO": "{pytorch}.plugins.io.wrapper:_WrappingCheckpointIO",
+    "block_parallel_sync_behavior": "{pytorch}.loops.utilities:_block_parallel_sync_behavior",
     "is_overridden": "{pytorch}.utilities.model_helpers:is_overridden",
     "move_data_to_device": "{fabric}.utilities.apply_func:move_data_to_device",
     "rank_zero_info": "lightning_utilities.core.rank_zero:rank_zero_info",

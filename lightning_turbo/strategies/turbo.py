@@ -47,7 +47,7 @@ from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
 from lightning_turbo.nn.memory_format import MemoryFormatName, format_name
 from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO
-from lightning_turbo.strategies.lean_loop import LeanStrategy, find_custom_loops, install_lean, is_unprofiled
+from lightning_turbo.strategies.lean_loop import LeanStrategy, find_custom_loops, install_lean, is_profiled
 
 __all__ = ["TurboParts", "TurboStrategy"]
 
@@ -167,7 +167,7 @@ class TurboParts(Strategy):
             _log(f"lean off: the training loop of Lightning {lightning_version()} was not compared with the lean one.")
         elif custom := find_custom_loops(trainer):
             _log(f"lean off: {' and '.join(custom)} replaces Lightning's training loop.")
-        elif not is_unprofiled(trainer):
+        elif is_profiled(trainer):
             _log("lean off: a profiler names every call of Lightning's own training loop.")
         else:
             self._cleanup.callback(install_lean(trainer))

@@ -1,12 +1,12 @@
 """The lean parts of the turbo strategies: the same calls, values, counters and bits as Lightning's own loop."""
 
 import contextlib
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
@@ -164,13 +164,6 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=3)
 
 
-class Sgd(Net):
-    """Uses SGD, because Adam reads its step count as a Python number."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Notes(DummyLogger):
     """A logger that keeps the metrics of each call."""
 
@@ -226,6 +219,71 @@ class AccumulatesItself(TurboStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
 
+class Squares(torchmetrics.Metric):
+    """A metric with a list and a tensor, whose value in a step is computed elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx="cat")
+        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value):
+        self.seen.append(value.square())
+        self.total += value
+
+    def compute(self):
+        return torch.stack(self.seen).sum() + self.total
+
+
+class Metrics(Net):
+    """Logs every kind of metric in training, and in the validation of several loaders."""
+
+    def __init__(self):
+        super().__init__(log=False)
+        self.mean, self.lists, self.fresh = torchmetrics.MeanMetric(), Squares(), torchmetrics.SumMetric()
+        self.validated = Squares()
+        self.running = torchmetrics.RunningMean(window=3)  # holds another metric
+        self.sum = self.mean + self.fresh
+        self.wide = torchmetrics.MeanMetric().set_dtype(torch.float64)
+        self.several = torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.MinMetric()])
+        self.with_weights = Weighted()
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        value = loss.detach()
+        self.lists(value)
+        for metric in (self.mean, self.fresh, self.running, self.wide, self.several, self.with_weights):
+            metric(value)
+        self.log("mean", self.mean, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("lists", self.lists, on_step=True, on_epoch=index >= 0)
+        self.log("epoch", self.fresh, on_step=False, on_epoch=True, batch_size=2)
+        self.log("sum", self.sum, on_step=False, on_epoch=True)
+        self.log("window", self.running, on_step=True)
+        self.log("by hand", self.wide, metric_attribute="wide", on_epoch=True)
+        self.log("weights", self.with_weights, on_step=False, on_epoch=True)
+        self.log_dict(self.several, on_step=True, on_epoch=True)
+        self.log_dict({"a": value, "b": index / 3, "c": 7}, on_epoch=True, batch_size=index + 1)
+        for how in ("sum", "min", torch.max):
+            self.log(f"by {how}", value, reduce_fx=how, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, index, dataloader_idx=0):
+        loss = self.loss(batch)
+        self.validated.update(loss)
+        self.log("val", loss, on_step=True, on_epoch=True)
+        self.log("squares", self.validated, on_step=False, on_epoch=True)
+        self.log(f"of loader {dataloader_idx}", loss * index, add_dataloader_idx=False, batch_size=3)
+
+
+class Weighted(torchmetrics.MeanMetric):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def update(self, value):
+        super().update(value * self.factor)
+
+
 def without_a_hook():
     callback = pl.Callback()
     callback.on_train_batch_start = callback.on_before_zero_grad = None
@@ -273,8 +331,9 @@ def fit(strategy, make=Net, data="list", hooks=MODULE_HOOKS, callbacks=(), resum
     settings = {"max_epochs": 2, "log_every_n_steps": 2, **settings}
     trainer = quiet_trainer(strategy=strategy, logger=notes, callbacks=[watch, read, *callbacks], **settings)
     trainer.events = []
+    validation = [batches(count=8)] * 2 if isinstance(model, Metrics) else batches(count=8)
     with contextlib.suppress(Stop):
-        trainer.fit(model, batches(data), batches(count=8), ckpt_path=resume)
+        trainer.fit(model, batches(data), validation, ckpt_path=resume)
     return trainer, model, notes.notes, read.seen
 
 
@@ -324,6 +383,8 @@ CASES = {
     "hooks set to None": {"make": without_hooks, "hooks": ()},
     "gradients stay": {"parts": {"release_gradients": False}},
     "returns None or a dict": {"make": lambda: Net(none=(0, 5), as_dict=True, scheduler="epoch")},
+    "logs metrics": {"make": Metrics, "val_check_interval": 4},
+    "logs metrics, accumulation": {"make": Metrics, "accumulate_grad_batches": 3, "precision": "bf16-mixed"},
     "two optimizers": {"make": TwoOptimizers},
     "no index": {"make": NoIndex},
     "closure called repeatedly": {"make": Lbfgs},
@@ -370,18 +431,58 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, first, second, at):
     assert resumed[0].global_step == again[0].global_step > at
 
 
-def test_logged_values_are_not_converted_before_they_are_read(monkeypatch):
-    read, item = [], torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda self: read.append(self) or item(self))
+def test_a_metric_that_is_in_place_is_not_moved_again(monkeypatch):
+    moved, move = [], torchmetrics.Metric._apply
+    monkeypatch.setattr(torchmetrics.Metric, "_apply", lambda self, *a, **k: moved.append(self) or move(self, *a, **k))
+
+    class Logs(Net):
+        def __init__(self):
+            super().__init__(log=False)
+            self.mean, self.lists = torchmetrics.MeanMetric(), Squares()
+
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            for metric in (self.mean, self.lists):
+                metric.update(loss.detach())
+                self.log(type(metric).__name__, metric, on_step=False, on_epoch=True)
+            return loss
+
     counts = []
     for strategy in (stock(), lean()):
-        read.clear()
-        trainer = small_trainer(strategy)
-        trainer.fit(Sgd(), batches(), batches(count=8))
-        counts.append(len(read))
-        assert isinstance(trainer.progress_bar_metrics["loss_epoch"], float)
-    assert counts[0] >= 20  # one for each step and value
-    assert counts[1] <= 4
+        moved.clear()
+        small_trainer(strategy).fit(Logs(), batches(), batches(count=8))
+        counts.append(len(moved))
+    assert counts[0] - counts[1] >= 16  # ten steps
+    assert counts[1] <= 8  # before the first step and after the last
+
+
+def on_meta(metric):
+    metric.seen = [torch.zeros((), device="meta")]
+
+
+@pytest.mark.parametrize("change", [
+    lambda metric: metric.set_dtype(torch.float64),
+    lambda metric: setattr(metric, "_forward_cache", {"a": torch.zeros(1)}),
+    lambda metric: setattr(metric, "_computed", torch.zeros((), device="meta")),
+    lambda metric: setattr(metric, "total", torch.zeros((), device="meta")),
+    on_meta,
+], ids=["dtype", "values", "cache", "state", "list"])  # fmt: skip
+def test_a_metric_that_is_not_in_place_is_moved_as_in_lightning(change, monkeypatch):
+    results, moved = [], []
+    move = torchmetrics.Metric._apply
+    monkeypatch.setattr(torchmetrics.Metric, "_apply", lambda self, *a, **k: moved.append(self) or move(self, *a, **k))
+    for kind in (_ResultCollection, LeanResults):
+        made = _ResultCollection(True)
+        made.__class__ = kind
+        metric = Squares()
+        settings = {"on_step": True, "on_epoch": True, "batch_size": 1, "metric_attribute": "metric"}
+        made.log("training_step", "metric", metric, **settings)
+        change(metric)
+        moved.clear()
+        with contextlib.suppress(NotImplementedError):  # nothing can be moved from there
+            made.log("training_step", "metric", metric, **settings)
+        results.append([each is metric for each in moved])
+    assert results == [[True]] * 2
 
 
 def is_stock(trainer):
@@ -389,7 +490,7 @@ def is_stock(trainer):
         type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
         and type(trainer._logger_connector) is _LoggerConnector
         and type(trainer.fit_loop.epoch_loop._results) is _ResultCollection
-        and trainer.strategy.lean_plan is None
+        and not (trainer.strategy.transfer_is_plain or trainer.strategy.step_is_plain)
     )
 
 
@@ -445,7 +546,8 @@ def test_hooks_set_before_a_run_are_called(name):
 
 
 def test_values_are_logged_from_a_compiled_function():
-    results = LeanResults(_ResultCollection(True))
+    results = _ResultCollection(True)
+    results.__class__ = LeanResults
 
     def step(value):
         results.log("training_step", "value", value, on_step=True, on_epoch=True, batch_size=2)
@@ -536,9 +638,9 @@ def test_the_lean_loop_works_with_a_custom_logger_connector():
         trainer, model = small_trainer(strategy), Net()
         trainer._logger_connector = OwnConnector(trainer)
         loops = []
-        model.on_train_end = lambda loops=loops, trainer=trainer: loops.append(trainer.fit_loop.epoch_loop)
+        model.on_train_end = lambda loops=loops, trainer=trainer: loops.append(type(trainer.fit_loop.epoch_loop))
         trainer.fit(model, batches(count=8), batches(count=8))
-        runs.append((type(loops[0]).__name__, type(trainer._logger_connector), dict(trainer.callback_metrics)))
+        runs.append((loops[0].__name__, type(trainer._logger_connector), dict(trainer.callback_metrics)))
     assert [loop for loop, *_ in runs] == ["_TrainingEpochLoop", "LeanEpochLoop"]
     assert runs[0][1] is runs[1][1] is OwnConnector
     assert_same(runs[0][2], runs[1][2])
@@ -548,11 +650,11 @@ def test_the_lean_loop_works_with_a_custom_logger_connector():
 def test_a_step_without_a_loss_is_an_error_with_ddp():
     strategy = SimpleNamespace(training_step=lambda batch: None, post_training_step=lambda: None)
     trainer = SimpleNamespace(strategy=strategy, lightning_module=Net(), world_size=2, accumulate_grad_batches=1)
-    optimization = LeanOptimization(SimpleNamespace(trainer=trainer))
+    optimization = LeanOptimization(trainer)
     with pytest.raises(RuntimeError, match="training_step returned None on one of several ranks; expected a loss"):
-        optimization._training_step(OrderedDict(batch=1))
+        optimization._forward({"batch": 1})
     trainer.world_size = 1
-    assert optimization._training_step(OrderedDict(batch=1)).closure_loss is None
+    assert optimization._forward({"batch": 1}).closure_loss is None
 
 
 def test_an_untested_version_of_lightning_keeps_its_loop_and_refuses_lean_arguments(monkeypatch, said):
