@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.profilers import PassThroughProfiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
-        _LoggerConnector as LoggerConnector,
-    )
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from lightning.pytorch.tuner.tuning import Tuner
@@ -86,7 +83,6 @@ _HOMES = {
     "LRSchedulerConfig": "{pytorch}.utilities.types:LRSchedulerConfig",
     "LightningDataModule": "{pytorch}:LightningDataModule",
     "LightningModule": "{pytorch}:LightningModule",
-    "LoggerConnector": "{pytorch}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector",
     "Metric": "torchmetrics:Metric",
     "MisconfigurationException": "{fabric}.utilities.exceptions:MisconfigurationException",
     "MixedPrecision": "{pytorch}.plugins.precision:MixedPrecision",

@@ -402,12 +402,17 @@ def _is_on(part: Any, device: torch.device) -> bool:
         return part.device == device
     if isinstance(part, list):
         return all(isinstance(each, Tensor) and each.device == device for each in part)
-    if isinstance(part, Metric):
-        # A move also moves modules, parameters and buffers, and sets the dtype to torch's default.
-        is_plain = inherits(part, Metric, ("to", "_apply")) and not (part._modules or part._parameters or part._buffers)
-        is_same = part.device == device and part.dtype == torch.get_default_dtype()
-        return is_plain and is_same and all(_is_on(each, device) for each in _tensors_of(part))
-    return part is None
+    return part is None or (isinstance(part, Metric) and _is_metric_on(part, device))
+
+
+def _is_metric_on(metric: Metric, device: torch.device) -> bool:
+    # A move also moves modules, parameters and buffers, and sets the dtype to torch's default.
+    return (
+        inherits(metric, Metric, ("to", "_apply"))
+        and not (metric._modules or metric._parameters or metric._buffers)
+        and (metric.device, metric.dtype) == (device, torch.get_default_dtype())
+        and all(_is_on(each, device) for each in _tensors_of(metric))
+    )
 
 
 def _tensors_of(metric: Any) -> list[Any]:

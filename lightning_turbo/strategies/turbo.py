@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import compress
-from typing import Any, Literal
+from contextlib import ExitStack
+from typing import Any
 from weakref import ref
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_turbo._checks import check_choice, check_switches, suggest
+from lightning_turbo._checks import check_switches
 from lightning_turbo._lightning import (
     CheckpointIO,
-    DDPStrategy,
     GradientAccumulationScheduler,
     MisconfigurationException,
     Precision,
@@ -38,20 +33,16 @@ from lightning_turbo._trainer import (
 )
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.callbacks.grad_to_none import no_effect_reason, release_before_forward
-from lightning_turbo.callbacks.memory_format import MemoryFormat
 from lightning_turbo.callbacks.prefetch import wrap_loader
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.loading.device import DeviceTransfer
 from lightning_turbo.data.loading.loader import PrefetchLoader
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn.compile import check_compile, compiled_in_place
-from lightning_turbo.nn.memory_format import MemoryFormatName, format_name
 from lightning_turbo.plugins.checkpoint_io import AtomicCheckpointIO
 from lightning_turbo.strategies.lean_loop import LeanStrategy, find_custom_loops, install_lean, is_profiled
 
 __all__ = ["TurboParts", "TurboStrategy"]
-
-MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 class TurboParts(Strategy):
@@ -67,9 +58,6 @@ class TurboParts(Strategy):
         self,
         *args: Any,
         device_prefetch: bool = True,
-        memory_format: MemoryFormatName | torch.memory_format | None = None,
-        cudnn_benchmark: bool | None = True,
-        matmul_precision: MatmulPrecision | None = None,
         release_gradients: bool = True,
         lean: bool | None = None,
         compile: str | dict[str, Any] | None = None,
@@ -77,18 +65,13 @@ class TurboParts(Strategy):
         **kwargs: Any,
     ) -> None:
         check_binding(type(self).__name__)
-        _refuse_unknown(type(self), kwargs)
         check_switches(device_prefetch=device_prefetch, release_gradients=release_gradients, exact_resume=exact_resume)
-        check_switches(none=True, cudnn_benchmark=cudnn_benchmark, lean=lean)
-        check_choice("matmul_precision", matmul_precision, (None, "highest", "high", "medium"))
+        check_switches(none=True, lean=lean)
         check_compile(compile)
         if lean:
             require_lean_loop("lean=True")
         super().__init__(*args, **kwargs)
         self.device_prefetch = device_prefetch
-        self.memory_format: MemoryFormatName | None = None if memory_format is None else format_name(memory_format)
-        self.cudnn_benchmark = cudnn_benchmark
-        self.matmul_precision: MatmulPrecision | None = matmul_precision
         self.release_gradients = release_gradients
         self.lean = lean
         self.compile = compile
@@ -119,37 +102,17 @@ class TurboParts(Strategy):
             attach_exact_resume(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
 
     def setup(self, trainer: Any) -> None:
-        """Set up like Lightning, with the added parts before and after."""
+        """Set up like Lightning, then add the parts of the run."""
         self._cleanup.close()  # Lightning calls no teardown after an error in on_exception
-        # The memory format is set before Lightning's setup, in which DDP arranges its buckets by the strides of the
-        # weights. The rest comes after it, because networks are compiled on their device and optimizers are created
-        # there.
-        self._set_switches()
-        if self.memory_format is not None:
-            MemoryFormat(self.memory_format).setup(trainer, trainer.lightning_module, trainer.state.fn.value)
+        if self.device_prefetch and self.root_device.type != "cuda":
+            _log(f"device_prefetch has no effect on {self.root_device}.")
         super().setup(trainer)
+        # Networks are compiled on their device, and optimizers are created there.
         if self.compile is not None:
             self._cleanup.enter_context(compiled_in_place(trainer.lightning_module, self.compile, _log))
         if is_fitting(trainer):
             self._release_gradients(trainer)
             self._make_lean(trainer)
-
-    def _set_switches(self) -> None:
-        if self.root_device.type != "cuda":
-            asked = (self.device_prefetch, self.cudnn_benchmark is not None, self.matmul_precision is not None)
-            names = ("device_prefetch", "cudnn_benchmark", "matmul_precision")
-            if unused := list(compress(names, asked)):
-                _log(f"no effect on {self.root_device}: {', '.join(unused)}.")
-            return
-        cudnn: Any = torch.backends.cudnn
-        benchmark = self.cudnn_benchmark
-        if benchmark and (torch.are_deterministic_algorithms_enabled() or cudnn.deterministic):
-            _log("cudnn_benchmark is off in a deterministic run.")
-        elif benchmark is not None:
-            self._cleanup.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
-            cudnn.benchmark = benchmark
-        if self.matmul_precision is not None:
-            self._cleanup.enter_context(_matmul_precision(self.matmul_precision))
 
     def _release_gradients(self, trainer: Any) -> None:
         if not self.release_gradients:
@@ -217,45 +180,6 @@ def _log(message: str) -> None:
     rank_zero_info(f"turbo: {message}")
 
 
-@contextmanager
-def _matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
-    """Set the precision of float32 matrix products, and restore torch's older and newer settings."""
-    # Newer torch has a setting per backend, and reading the older setting is an error if only those were set.
-    modules = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    newer: Any = [module for module in modules if hasattr(module, "fp32_precision")]
-    before = [module.fp32_precision for module in newer]
-    try:
-        older = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        older = "highest"  # torch's default
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(older)
-        for module, value in zip(newer, before, strict=True):
-            # A value inherited from the setting for all backends must follow that one again.
-            module.fp32_precision = "none" if value == getattr(torch.backends, "fp32_precision", None) else value
-
-
-def _refuse_unknown(strategy: type, given: Iterable[str]) -> None:
-    """Raise an error for unknown arguments of a strategy, which also lists the known ones.
-
-    Lightning's DDP passes unknown arguments to torch's, which would only refuse them when it wraps the module.
-    """
-    owners = [base for base in strategy.__mro__ if "__init__" in vars(base)]
-    if issubclass(strategy, DDPStrategy):
-        owners.append(DistributedDataParallel)
-    known = {name for owner in owners for name in inspect.signature(owner).parameters}
-    known -= {"args", "kwargs", "module", "device_ids"}  # Lightning passes the last two itself
-    for name in given:
-        if name not in known:
-            hint = suggest(name, known) or "."
-            raise TypeError(
-                f"{strategy.__name__}: unknown argument {name!r}{hint} The known ones are {', '.join(sorted(known))}."
-            )
-
-
 class _OneDeviceStrategy(SingleDeviceStrategy):
     """Lightning's single-device strategy; refuses a Trainer with more devices, and takes the Trainer's device."""
 
@@ -306,25 +230,20 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
         *args: As in Lightning's ``SingleDeviceStrategy``: ``device`` (default: the Trainer's), ``accelerator``,
             ``checkpoint_io`` and ``precision_plugin``; also by name.
         device_prefetch: Whether to keep the next two batches on the CUDA device, after Lightning has set its sampler.
-        memory_format: ``"channels_last"`` or ``"contiguous"``, or torch's object; see ``MemoryFormat``.
-        cudnn_benchmark: ``torch.backends.cudnn.benchmark`` during the run on CUDA. Only ``None`` keeps that of
-            ``Trainer(benchmark=...)``, because Lightning does not tell whether it was given. Off in a deterministic
-            run, because cuDNN would choose its algorithms by timing.
-        matmul_precision: ``torch.set_float32_matmul_precision`` during the run on CUDA: ``"highest"``, ``"high"`` or
-            ``"medium"``.
         release_gradients: Whether to set gradients to None before the forward pass after each step; see ``GradToNone``.
-        lean: Whether to run Lightning's loop with direct calls of its hooks (same order, same results), keeping logged
-            values as tensors until they are read. ``None``: if this version of Lightning was compared, its loop is
-            unmodified and there is no profiler. What the loop may leave out is decided before the first batch.
+        lean: Whether to run Lightning's loop with direct calls of its hooks (same order, same results), and to check
+            and move logged values only where something changed. ``None``: if this version of Lightning was compared,
+            its loop is unmodified and there is no profiler. What the loop may leave out is decided before the first
+            batch.
         compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
             ``lightning_turbo.nn.compiled_in_place``.
         exact_resume: Whether to add ``ExactResume``, so that a resumed run equals one that never stopped.
-        **kwargs: As ``*args``; unknown ones raise an error.
+        **kwargs: As ``*args``.
 
     Raises:
         MisconfigurationException: If the Trainer has more than one device or more than one machine.
-        ValueError: If an argument has none of these values.
-        TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
+        ValueError: If ``compile`` has none of these values.
+        TypeError: If a switch is not a bool, or an argument unknown.
         LightningMismatchError: If ``lean`` is ``True`` and the loop of this version of Lightning was not compared.
 
     Example:

@@ -27,23 +27,21 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
     Args:
         *args: As in Lightning's ``DDPStrategy``.
         gradient_as_bucket_view: Whether to keep gradients in DDP's buckets, which saves a copy.
-        static_graph: Whether every step uses the same parameters in the same way; torch checks this once. Not with
-            accumulated gradients.
         preemption: Whether to add ``Preemption(signals=("SIGTERM",))``.
         **kwargs: As in ``TurboStrategy``, Lightning's ``DDPStrategy`` and torch's ``DistributedDataParallel``. To send
             half the bytes, rounded, pass ``ddp_comm_hook=default_hooks.bf16_compress_hook`` from
             ``torch.distributed.algorithms.ddp_comm_hooks`` (Lightning uses it on CUDA only).
 
     Raises:
-        ValueError: If an argument has none of these values.
-        TypeError: If a switch is not a bool, a number not an integer, or an argument unknown.
+        ValueError: If ``compile`` has none of its values.
+        TypeError: If a switch is not a bool.
         LightningMismatchError: If ``lean`` is ``True`` and the loop of this version of Lightning was not compared.
         MisconfigurationException: In a worker of Ray Train, which needs ``lightning_turbo.ray.RayTurboDDPStrategy``.
 
     Example:
         >>> from lightning_turbo.strategies import TurboDDPStrategy
-        >>> TurboDDPStrategy(matmul_precision="high").matmul_precision
-        'high'
+        >>> TurboDDPStrategy(compile="blocks").compile
+        'blocks'
     """
 
     strategy_name = "turbo_ddp"
@@ -53,15 +51,12 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         self,
         *args: Any,
         gradient_as_bucket_view: bool = True,
-        static_graph: bool = False,
         preemption: bool = True,
         **kwargs: Any,
     ) -> None:
         _refuse_under_ray(type(self))
-        check_switches(
-            gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, preemption=preemption
-        )
-        super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, **kwargs)
+        check_switches(preemption=preemption)
+        super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         self.preemption = preemption
 
     def setup_environment(self) -> None:
@@ -69,21 +64,6 @@ class TurboDDPStrategy(TurboParts, DDPStrategy, LeanStrategy):
         super().setup_environment()
         if self.preemption:
             attach_preemption(self.lightning_module.trainer, self._signals)  # pyright: ignore[reportOptionalMemberAccess]
-
-    def on_train_start(self) -> None:
-        """Raise an error for a static graph with accumulated gradients.
-
-        Raises:
-            MisconfigurationException: If both are set, because torch does not support it.
-        """
-        # First the base class, which applies the value of a GradientAccumulationScheduler for this epoch.
-        super().on_train_start()
-        trainer: Any = self.lightning_module.trainer  # pyright: ignore[reportOptionalMemberAccess]
-        if self._ddp_kwargs["static_graph"] and trainer.accumulate_grad_batches > 1:
-            raise MisconfigurationException(
-                f"expected accumulate_grad_batches=1 with static_graph=True, got {trainer.accumulate_grad_batches}: "
-                "DDP records a static graph in a backward pass that it synchronizes. Leave one of them out."
-            )
 
 
 def _refuse_under_ray(strategy: type) -> None:

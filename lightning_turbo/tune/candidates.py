@@ -171,7 +171,6 @@ USUAL: Mapping[str, tuple[str, float]] = {
     "bf16-mixed": ("network", 0.5),
     "O1": ("network", 0.5),
     "O2": ("network", 0.5),
-    "tf32": ("network", 0.5),
     "compile": ("network", 0.15),
     "threads": ("step", 0.1),
     "huge-pages": ("step", 0.1),
@@ -282,8 +281,6 @@ def list_candidates(cores: int) -> list[Candidate]:
         c(name="compile", needs=COMPILE, result="rounding", strategy={"compile": "network"}),
         c(name="compile-graphs", slot="compile", needs=("cuda", *COMPILE), result="rounding", strategy=graphs),
         c(name="device-prefetch", needs=CUDA, strategy={"device_prefetch": True}),
-        c(name="cudnn-benchmark", needs=CUDA, result="rounding", strategy={"cudnn_benchmark": True}),
-        c(name="tf32", needs=CUDA, result="other maths", strategy={"matmul_precision": "high"}),
     ]
 
 
@@ -322,7 +319,6 @@ def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[
 # Options of TurboStrategy that are not chosen keep Lightning's behavior.
 OFF: dict[str, Any] = {
     "device_prefetch": False,
-    "cudnn_benchmark": None,
     "release_gradients": False,
     "lean": False,
 }

@@ -1,22 +1,20 @@
-"""MemoryFormat in a Trainer, and the argument of the turbo strategies."""
+"""MemoryFormat in a Trainer."""
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_turbo import MemoryFormat, TurboStrategy
+from lightning_turbo import MemoryFormat
 from lightning_turbo.errors import NoEffectWarning
 from lightning_turbo.nn import set_memory_format
 from tests.convolutions import Net, fit
 
 
 @pytest.mark.parametrize("make", [
-    lambda: {"callbacks": [MemoryFormat()]}, lambda: {"callbacks": [MemoryFormat(torch.channels_last)]},
-    lambda: {"strategy": TurboStrategy(memory_format="channels_last")},
-    lambda: {"strategy": TurboStrategy(memory_format=torch.channels_last)},
-], ids=["callback", "callback, torch's", "strategy", "strategy, torch's"])  # fmt: skip
+    MemoryFormat, lambda: MemoryFormat(torch.channels_last),
+], ids=["name", "torch's object"])  # fmt: skip
 def test_the_memory_format_applies_to_the_trained_weights(make):
-    fit(model := Net(lr=0.01), max_epochs=1, **make())
+    fit(model := Net(lr=0.01), make(), max_epochs=1)
     assert model.net[0].weight.is_contiguous(memory_format=torch.channels_last)
     fit(plain := Net(lr=0.01), MemoryFormat("contiguous"), max_epochs=1)
     assert plain.net[0].weight.is_contiguous()

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 ASYNC = {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO"}
 PARTS = {
-    "device_prefetch": False, "memory_format": "channels_last", "cudnn_benchmark": False,
-    "matmul_precision": "high", "release_gradients": False, "exact_resume": False,
+    "device_prefetch": False, "release_gradients": False, "exact_resume": False,
     "compile": {"what": "blocks", "mode": "max-autotune"},
     **({"lean": True} if KNOWS_WEIGHTS_ONLY else {}),
 }  # fmt: skip

@@ -73,7 +73,7 @@ if __name__ == "__main__":  # worker processes that are not forked read this fil
     Path("behind").touch()
 """
 TABLE = {each.name: each for each in list_candidates(2)}
-ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch", "cudnn-benchmark", "tf32")]
+ON_CPU = [n for n in TABLE if n not in ("compile-graphs", "device-prefetch")]
 PLAIN = []  # the losses of the unchanged script, once they are known
 UNTRIED = {"compile", "pack", "augment-batches", "persistent-workers", "pin-memory"} | (
     set() if KNOWS_WEIGHTS_ONLY else {"lean"}

@@ -613,7 +613,7 @@ class OwnOptimization(_AutomaticOptimization):
 
 @pytest.mark.parametrize("own", [OwnLoop, OwnOptimization])
 def test_a_custom_loop_is_not_replaced(own, said):
-    strategy = TurboStrategy(cudnn_benchmark=None, device_prefetch=False)
+    strategy = TurboStrategy(device_prefetch=False)
     trainer = small_trainer(strategy)
     trainer.events = []
     if own is OwnLoop:
@@ -661,7 +661,7 @@ def test_an_untested_version_of_lightning_keeps_its_loop_and_refuses_lean_argume
     monkeypatch.setattr(pl, "__version__", "2.6.7")  # a version that has not been compared
     with pytest.raises(LightningMismatchError, match=r"lean=True: expected Lightning 2\.6\.0, .* got 2\.6\.7\. Leave"):
         TurboStrategy(lean=True)
-    trainer, model = small_trainer(TurboStrategy(cudnn_benchmark=None, device_prefetch=False)), Net()
+    trainer, model = small_trainer(TurboStrategy(device_prefetch=False)), Net()
     model.on_train_start = lambda: model.losses.append(is_stock(trainer))
     for _ in range(2):
         trainer.fit(model, batches(count=8), batches(count=8))

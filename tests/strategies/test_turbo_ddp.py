@@ -2,9 +2,7 @@
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_turbo import ExactResume, Preemption, TurboDDPStrategy
 from lightning_turbo.callbacks.preemption import attach_preemption
@@ -21,16 +19,6 @@ def connected(strategy, **settings):
     trainer.strategy.connect(net())
     trainer.lightning_module.trainer = trainer
     return trainer
-
-
-def test_a_static_graph_with_accumulated_gradients_is_refused_before_the_first_step():
-    scheduled, later = ([GradientAccumulationScheduler({epoch: 2})] for epoch in (0, 1))
-    for settings in ({"accumulate_grad_batches": 2}, {"callbacks": scheduled}):
-        trainer = connected(TurboDDPStrategy(static_graph=True), **settings)
-        with pytest.raises(MisconfigurationException, match="accumulate_grad_batches=1 with static_graph=True, got 2"):
-            trainer.strategy.on_train_start()
-    # The graph is known when the accumulation starts.
-    connected(TurboDDPStrategy(static_graph=True), callbacks=later).strategy.on_train_start()
 
 
 @pytest.mark.parametrize("own", [[], [Preemption(time_limit=60)]])

@@ -1,4 +1,4 @@
-"""Global settings of torch that the turbo strategies set on CUDA and restore. The tests need no device."""
+"""The copies ahead of the turbo strategies on CUDA. The tests need no device."""
 
 import gc
 import weakref
@@ -34,87 +34,6 @@ def said(monkeypatch):
     lines = []
     monkeypatch.setattr(module, "rank_zero_info", lines.append)
     return lines
-
-
-def in_the_run(read=lambda: torch.backends.cudnn.benchmark, **settings):
-    """Return a value that is read during a run on CUDA."""
-    strategy = on_cuda(**settings)
-    strategy._set_switches()
-    try:
-        return read()
-    finally:
-        strategy._cleanup.close()
-
-
-@pytest.mark.parametrize("how", ["algorithms", "warn", "cudnn"])
-def test_a_deterministic_run_does_not_enable_cudnn_benchmark(how, said, monkeypatch):
-    assert in_the_run() is True
-    assert said == []
-    if how == "cudnn":
-        monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    else:
-        torch.use_deterministic_algorithms(True, warn_only=how == "warn")
-    try:
-        assert in_the_run() is False
-        torch.backends.cudnn.benchmark = True  # as Trainer(deterministic=True, benchmark=True) leaves it
-        assert in_the_run() is True
-        assert in_the_run(cudnn_benchmark=False) is False
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark = False
-    assert said == ["turbo: cudnn_benchmark is off in a deterministic run."] * 2
-
-
-def test_the_float32_matmul_precision_is_restored():
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert in_the_run(torch.get_float32_matmul_precision) == "medium"
-        assert in_the_run(torch.get_float32_matmul_precision, matmul_precision="high") == "high"
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-@pytest.fixture
-def float32_precision():
-    """Restores torch's older and newer settings."""
-    newer = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends]
-    before = [each.fp32_precision for each in newer]
-    yield torch.backends.cuda.matmul
-    torch.set_float32_matmul_precision("highest")
-    for each, value in zip(newer, before, strict=True):
-        each.fp32_precision = value
-
-
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 has the newer settings")
-@pytest.mark.parametrize("asked", ["highest", "high", "medium"])
-@pytest.mark.parametrize("older", [None, "medium"])
-@pytest.mark.parametrize("newer", ["none", "ieee", "tf32"])
-@pytest.mark.parametrize("general", ["none", "tf32", "ieee"])
-def test_float32_matmul_precision_is_restored_with_the_newer_settings(asked, older, newer, general, float32_precision):
-    if older is not None:
-        torch.set_float32_matmul_precision(older)
-    torch.backends.fp32_precision = general
-    float32_precision.fp32_precision = newer
-
-    def read():
-        owners = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends
-        return [owner.fp32_precision for owner in owners]
-
-    before = read()
-    inside = in_the_run(read, matmul_precision=asked)
-    assert inside[0] == ("ieee" if asked == "highest" else "tf32")
-    assert read() == before
-    if newer == "none":  # it still inherits the setting for all backends
-        torch.backends.fp32_precision = "ieee"
-        assert read()[0] == "ieee"
-
-
-def test_cudnn_benchmark_is_not_changed_without_a_request():
-    for before in (False, True):
-        torch.backends.cudnn.benchmark = before
-        assert in_the_run(cudnn_benchmark=None) is before
-    torch.backends.cudnn.benchmark = False
 
 
 def test_a_loader_copies_to_the_device_ahead_only_during_a_run(monkeypatch):
