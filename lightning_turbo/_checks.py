@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 __all__ = [
     "check_choice", "check_count", "check_functions", "check_switches", "expect", "inherits",
-    "is_list", "is_number", "is_size", "is_whole", "refuse_name", "suggest",
+    "is_list", "is_number", "is_size", "is_whole", "suggest",
 ]  # fmt: skip
 
 
@@ -103,11 +103,3 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean X?"`` with the known name closest to a word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def refuse_name(module: str, name: str, instead: Mapping[str, str]) -> Exception:
-    """Return the error for a name from one of apex's modules; it says what to use instead."""
-    if name.startswith("_"):  # tools such as inspect ask every module for these
-        return AttributeError(name)
-    remedy = instead.get(name, "what docs/migration.md names")
-    return ImportError(f"{module}.{name} is not part of this package. Take {remedy}.", name=name)

@@ -2,25 +2,25 @@
 
 These are two copies of the same code, and the Trainer of one refuses the objects of the other. All other modules take
 Lightning's classes from here, so that they come from the copy that the program uses. Only this module, ``_trainer``,
-``strategies.lean_loop``, ``callbacks.exact_resume``, ``callbacks.resume`` and ``callbacks.preemption`` use private
-parts of Lightning.
+``strategies.lean_loop``, ``callbacks.exact_resume`` and ``callbacks.preemption`` use private parts of Lightning.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
-import importlib.abc
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_turbo.errors import LightningMismatchError
 
 # ruff: noqa: F401
-# The list of Lightning's names, for type checkers.
+# Lightning's names. ``__getattr__`` reads this list and imports them from the bound copy, each on first use.
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
     from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -54,6 +54,7 @@ __all__ = [
     "bind_lightning",
     "bound_name",
     "check_binding",
+    "names_of_lightning",
     "register_strategies",
     "repr_of_precision",
     "repr_with_copy",
@@ -64,50 +65,6 @@ NAMES = ("lightning.pytorch", "pytorch_lightning")
 # Imports lightning.pytorch wherever it is installed, whatever the program uses.
 _OF_RAY = "ray.train.lightning._lightning_utils"
 VARIABLE = "LIGHTNING_TURBO_LIGHTNING"
-
-# Name -> its location in the bound copy. ``__getattr__`` imports a name on first use. The imports above say the same
-# to type checkers; a test compares the two.
-_HOMES = {
-    "AutomaticOptimization": "{pytorch}.loops.optimization.automatic:_AutomaticOptimization",
-    "BatchSizeFinder": "{pytorch}.callbacks:BatchSizeFinder",
-    "Callback": "{pytorch}:Callback",
-    "CheckpointIO": "{pytorch}.plugins.io:CheckpointIO",
-    "Closure": "{pytorch}.loops.optimization.automatic:Closure",
-    "ClosureResult": "{pytorch}.loops.optimization.automatic:ClosureResult",
-    "CombinedLoader": "{pytorch}.utilities:CombinedLoader",
-    "DDPStrategy": "{pytorch}.strategies:DDPStrategy",
-    "DataHooks": "{pytorch}.core.hooks:DataHooks",
-    "DataLoaderIterDataFetcher": "{pytorch}.loops.fetchers:_DataLoaderIterDataFetcher",
-    "DummyLogger": "{pytorch}.loggers.logger:DummyLogger",
-    "GradientAccumulationScheduler": "{pytorch}.callbacks:GradientAccumulationScheduler",
-    "LRSchedulerConfig": "{pytorch}.utilities.types:LRSchedulerConfig",
-    "LightningDataModule": "{pytorch}:LightningDataModule",
-    "LightningModule": "{pytorch}:LightningModule",
-    "Metric": "torchmetrics:Metric",
-    "MisconfigurationException": "{fabric}.utilities.exceptions:MisconfigurationException",
-    "MixedPrecision": "{pytorch}.plugins.precision:MixedPrecision",
-    "ModelCheckpoint": "{pytorch}.callbacks:ModelCheckpoint",
-    "PassThroughProfiler": "{pytorch}.profilers:PassThroughProfiler",
-    "Precision": "{pytorch}.plugins.precision:Precision",
-    "ResultCollection": "{pytorch}.trainer.connectors.logger_connector.result:_ResultCollection",
-    "ResultMetric": "{pytorch}.trainer.connectors.logger_connector.result:_ResultMetric",
-    "SLURMEnvironment": "{fabric}.plugins.environments:SLURMEnvironment",
-    "SingleDeviceStrategy": "{pytorch}.strategies:SingleDeviceStrategy",
-    "Strategy": "{pytorch}.strategies:Strategy",
-    "TorchCheckpointIO": "{pytorch}.plugins.io:TorchCheckpointIO",
-    "Trainer": "{pytorch}:Trainer",
-    "TorchElasticEnvironment": "{fabric}.plugins.environments:TorchElasticEnvironment",
-    "TrainingEpochLoop": "{pytorch}.loops.training_epoch_loop:_TrainingEpochLoop",
-    "Tuner": "{pytorch}.tuner.tuning:Tuner",
-    "TunerExitException": "{pytorch}.utilities.exceptions:_TunerExitException",
-    "WrappingCheckpointIO": "{pytorch}.plugins.io.wrapper:_WrappingCheckpointIO",
-    "block_parallel_sync_behavior": "{pytorch}.loops.utilities:_block_parallel_sync_behavior",
-    "is_overridden": "{pytorch}.utilities.model_helpers:is_overridden",
-    "move_data_to_device": "{fabric}.utilities.apply_func:move_data_to_device",
-    "rank_zero_info": "lightning_utilities.core.rank_zero:rank_zero_info",
-    "rank_zero_warn": "lightning_utilities.core.rank_zero:rank_zero_warn",
-    "set_sampler_epoch": "{fabric}.utilities.data:_set_sampler_epoch",
-}
 
 _bound: str | None = None
 _reason = ""
@@ -192,67 +149,49 @@ def check_binding(used_by: str) -> None:
         raise LightningMismatchError(_mismatch(used_by, other))
 
 
+@functools.cache
+def names_of_lightning() -> dict[str, tuple[str, str]]:
+    """Return name in this module -> module of ``lightning.pytorch`` and name there."""
+    (block,) = (each for each in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(each, ast.If))
+    imports: Any = block.body
+    return {alias.asname or alias.name: (each.module, alias.name) for each in imports for alias in each.names}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name.startswith("__") or name not in names_of_lightning():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    pytorch = bound_name()
-    fabric = "lightning.fabric" if pytorch == NAMES[0] else "lightning_fabric"
-    module, _, attribute = _HOMES[name].format(pytorch=pytorch, fabric=fabric).partition(":")
+    module, attribute = names_of_lightning()[name]
+    if bound_name() == NAMES[1]:
+        module = module.replace("lightning.pytorch", NAMES[1]).replace("lightning.fabric", "lightning_fabric")
     # Cached, so that the next lookup does not call this function.
     value = globals()[name] = getattr(importlib.import_module(module), attribute)
     return value
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function right after Lightning has been imported, once for each of its names.
+class _WhenImported:
+    """Calls a function when Lightning is imported, once for each of its names.
 
     ``Trainer(strategy="turbo")`` must work whichever import comes first. Importing Lightning here would choose a copy
     on behalf of the program, or of the script that ``tune`` or the Doctor runs, and would cost a plain torch loop two
-    seconds. ``when_lightning_is_imported`` puts the finder on ``sys.meta_path``; the finder removes itself once both
-    names are imported. A lookup alone does not count as an import, because programs probe for one name and then import
-    the other.
+    seconds. As a finder on ``sys.meta_path`` this object hears of each import and finds nothing.
     """
 
     def __init__(self, callback: Callable[[str], None]) -> None:
         self.callback = callback
-        self._asking: set[str] = set()  # names being looked up in the other finders
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname not in NAMES or fullname in self._asking:
-            return None
-        self._asking.add(fullname)
-        try:
-            spec = importlib.util.find_spec(fullname)  # asks every finder, including this one
-        finally:
-            self._asking.discard(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            run(module)
-            self._imported(fullname)
-
-        # Set on this loader, which serves one module; its class stays unchanged.
-        spec.loader.exec_module = exec_module
-        return spec
-
-    def _imported(self, name: str) -> None:
-        if set(_loaded()) == set(NAMES) and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        self.callback(name)
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        # Lightning imports this part of itself last. A mere look for Lightning, as by programs that look for one copy
+        # and import the other, does not get here.
+        copy = fullname.removesuffix("._graveyard")
+        if copy != fullname and copy in NAMES:
+            self.callback(copy)
 
 
 def when_lightning_is_imported(callback: Callable[[str], None]) -> None:
-    """Call ``callback`` with each name under which Lightning is imported, now or when the program imports it.
-
-    Importing ``lightning_turbo`` must not choose a copy of Lightning for the program.
-    """
-    loaded = _loaded()
-    if set(loaded) != set(NAMES):
-        sys.meta_path.insert(0, _AfterImport(callback))
-    for name in loaded:
+    """Call ``callback`` with each name under which Lightning is imported, now or when the program imports it."""
+    for name in _loaded():
         callback(name)
+    sys.meta_path.insert(0, _WhenImported(callback))
 
 
 def register_strategies(copy: str, strategies: dict[str, Callable[..., Any]]) -> None:

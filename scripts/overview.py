@@ -1,5 +1,7 @@
 """Write the generated pages: the table of techniques, the API pages, the navigation, and llms.txt.
 
+Also writes ``lightning_turbo/__init__.pyi``, the public names for type checkers.
+
 python scripts/overview.py            write the pages
 python scripts/overview.py --check    only check whether they are up to date; the exit status is 1 if not
 python scripts/overview.py --full     write llms-full.txt, which is not in git, for the site and the skill
@@ -16,6 +18,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ROOT / "docs" / "cards"
+STUB = ROOT / "lightning_turbo" / "__init__.pyi"
 API, SITE = ROOT / "docs" / "api" / "README.md", ROOT / "zensical.toml"
 AUGMENTATION = CARDS / "batch-augmentation.md"
 SKILL = ROOT / "skills" / "lightning-turbo" / "SKILL.md"
@@ -237,6 +240,21 @@ PARTS = {
 }
 
 
+def stub():
+    """Return the public names as type checkers read them, which cannot follow the table of the package."""
+    import lightning_turbo
+
+    homes = {name: home for names in lightning_turbo.PUBLIC.values() for name, home in names.items()}
+    places = []
+    for name, home in homes.items():
+        is_module = inspect.ismodule(getattr(lightning_turbo, name))
+        places.append((f"lightning_turbo.{home}".rpartition(".")[0] if is_module else f"lightning_turbo.{home}", name))
+    lines = [f"from {home} import {name} as {name}" for home, name in sorted(places)]
+    return "\n".join(
+        ["# Made by scripts/overview.py.", "", *lines, "", "__version__: str", "PUBLIC: dict[str, dict[str, str]]", ""]
+    )
+
+
 def generated():
     """Return the text of each generated file by its path."""
     pages = {
@@ -244,7 +262,7 @@ def generated():
         for names in public_names().values()
         for name in names
     }
-    texts = {ROOT / "docs" / "llms.txt": index_for_assistants()}
+    texts = {ROOT / "docs" / "llms.txt": index_for_assistants(), STUB: stub()}
     return pages | {page: updated(page) for page in PARTS} | texts
 
 

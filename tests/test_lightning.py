@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ trainer = pl.Trainer(accelerator="cpu", plugins=[lightning_turbo.ApexAMP("O2")],
                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(BoringModel())
 print("trained under", type(trainer).__module__.split(".trainer")[0], type(trainer.strategy).__name__)
-print("names", len([getattr(_lightning, each) for each in _lightning._HOMES]))
+print("names", len([getattr(_lightning, each) for each in _lightning.names_of_lightning()]))
 """
 MISMATCH = """
 import lightning_turbo
@@ -88,7 +89,7 @@ def test_both_packages_are_supported_in_any_order(name):
     status, out, err = short_form()["comes second"] if name == "pytorch_lightning" else run(served(name))
     assert status == 0, err
     assert f"trained under {name} TurboStrategy" in out
-    assert f"names {len(_lightning._HOMES)}" in out
+    assert f"names {len(_lightning.names_of_lightning())}" in out
 
 
 def check_mismatch(refused, unknown, bound):
@@ -252,17 +253,14 @@ def test_a_misspelt_variable_is_refused():
         _lightning.bound_name()
 
 
-def test_the_look_for_imports_ends_once_both_copies_are_imported(monkeypatch):
+def test_each_copy_is_heard_of_when_its_trainer_is_imported(monkeypatch):
     calls = []
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    for name in _lightning.NAMES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    before = list(sys.meta_path)
+    monkeypatch.setattr(_lightning, "_loaded", lambda: ["lightning.pytorch"])
     _lightning.when_lightning_is_imported(calls.append)
-    (finder,) = (each for each in sys.meta_path if each not in before)
-    for name in _lightning.NAMES:
-        assert finder in sys.meta_path
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        finder._imported(name)
-    assert calls == list(_lightning.NAMES)
-    assert sys.meta_path == before
+    assert calls == ["lightning.pytorch"]
+    for name in ("pytorch_lightning", "another._graveyard", "json"):
+        importlib.util.find_spec(name) if name == "json" else sys.meta_path[0].find_spec(name)
+    assert calls == ["lightning.pytorch"]
+    assert sys.meta_path[0].find_spec("pytorch_lightning._graveyard") is None
+    assert calls == ["lightning.pytorch", "pytorch_lightning"]

@@ -19,7 +19,7 @@ FLOORS = (
         *("errors", "_checks", "_distributed", "_files", "_host_copy", "_lightning", "_machine"),
         *("_optional", "_pytree", "_random", "_replaced", "_trainer"),
     ),
-    ("amp", "data", "fp16_utils", "measure", "nn", "optim", "parallel"),
+    ("amp", "data", "measure", "nn", "optim"),
     (
         *("__init__", "__main__", "callbacks", "cli", "datamodules"),
         *("doctor", "plugins", "ray", "strategies", "testing", "tune"),

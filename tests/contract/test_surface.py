@@ -43,22 +43,12 @@ def test_every_module_has_all():
         assert [name for name in names if not isinstance(name, str) or not hasattr(module, name)] == [], dotted
 
 
-def test_names_of_lightning_are_the_same_for_type_checkers_and_at_run_time():
-    """Each name is in both lists, with the same module, and is used."""
-    source = (ROOT / "_lightning.py").read_text()
-    (block,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
-    packages = {"lightning.pytorch": "{pytorch}", "lightning.fabric": "{fabric}"}
-    declared = {}
-    for node in block.body:
-        whole = ".".join(node.module.split(".")[:2])
-        module = node.module.replace(whole, packages.get(whole, whole))
-        declared.update({alias.asname or alias.name: f"{module}:{alias.name}" for alias in node.names})
-    assert declared == _lightning._HOMES
+def test_every_name_of_lightning_exists_and_is_used():
     others = " ".join(path.read_text() for path in ROOT.rglob("*.py") if path.name != "_lightning.py")
-    for name in declared:
-        assert re.search(rf"\b{name}\b", others) or source.count(f'"{name}"') > 1, f"{name} is used by nobody"
+    for name in _lightning.names_of_lightning():
+        assert re.search(rf"\b{name}\b", others), f"{name} is used by nobody"
     assert _lightning.bound_name() == "lightning.pytorch", "tests/test_lightning.py has the other"
-    for name in declared:
+    for name in _lightning.names_of_lightning():
         assert getattr(_lightning, name) is not None, name
 
 
@@ -88,18 +78,15 @@ def test_import_is_silent_light_and_touches_no_device():
     assert json.loads(done.stdout) == {"light": True, "loaded": loaded, "heavy": [], "cuda": False}
 
 
-def test_type_checkers_are_shown_the_names_of_the_table():
-    """They read the imports under TYPE_CHECKING, and no table."""
-    tree = ast.parse((ROOT / "__init__.py").read_text())
-    (shown,) = [node for node in tree.body if isinstance(node, ast.If)]
-    found = {alias.asname: (node.module, alias.name) for node in shown.body for alias in node.names}
-    homes = {name: home for names in lightning_turbo.PUBLIC.values() for name, home in names.items()}
-    wanted = {name: (f"lightning_turbo.{home}", name) for name, home in homes.items()}
-    modules = {"amp": ("lightning_turbo", "amp"), "augment": ("lightning_turbo.data", "augment")}
-    wanted.update(modules)
-    lacking = [f"from {home} import {name} as {name}" for name, (home, _) in wanted.items() if name not in found]
-    assert lacking == [], "add these under TYPE_CHECKING in lightning_turbo/__init__.py"
-    assert found == wanted
+def test_type_checkers_are_shown_where_each_name_is():
+    tree = ast.parse((ROOT / "__init__.pyi").read_text())
+    shown = {
+        alias.asname: getattr(importlib.import_module(node.module), alias.name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert shown == {name: getattr(lightning_turbo, name) for name in lightning_turbo.__all__}
 
 
 def test_a_package_names_what_is_public_of_its_modules():
@@ -144,19 +131,3 @@ def test_each_name_is_offered_once_and_none_that_is_not_public():
     assert len(names) == len(set(names))
     private = {name for name in names if not name.startswith("__") and name not in lightning_turbo.__all__}
     assert all((ROOT / name).is_dir() or (ROOT / f"{name}.py").exists() for name in private), private
-
-
-@pytest.mark.parametrize(("name", "home"), [
-    ("cache_transforms", "data"), ("pack", "data"), ("set_memory_format", "nn"), ("RandomFlip", "data.augment"),
-    ("TurboWarning", "errors"),
-])  # fmt: skip
-def test_the_error_about_a_name_of_a_submodule_names_that_module(name, home):
-    with pytest.raises(ImportError, match=rf"did you mean lightning_turbo\.{home}\.{name}\?"):
-        exec(f"from lightning_turbo import {name}")
-    with pytest.raises(AttributeError, match=rf"did you mean lightning_turbo\.{home}\.{name}\?"):
-        getattr(lightning_turbo, name)
-    with pytest.raises(ImportError, match="did you mean ApexAMP"):
-        exec("from lightning_turbo import ApexAmp")
-    with pytest.raises(ImportError, match=r"apex\.optimizers is not part of this package: docs/migration\.md names"):
-        exec("from lightning_turbo import amp, optimizers")
-    assert not hasattr(lightning_turbo, "nonsense")
