@@ -58,14 +58,15 @@ def plain(
 
 
 def lightning(
-    timer: CaseTimer, *, log: int = 0, callback: str = "", schedule: str = "", data: str = "", epochs: bool = False,
-    demo: str = "", **options: Any,
+    timer: CaseTimer, *, log: int = 0, metrics: int = 0, callback: str = "", schedule: str = "", data: str = "",
+    epochs: bool = False, demo: str = "", **options: Any,
 ) -> dict[str, float]:  # fmt: skip
     """Run the same step in a Trainer.
 
     Args:
         timer: Timer of the case.
         log: Number of values to log in each step.
+        metrics: Number of metrics of torchmetrics to update and log in each step.
         callback: Name of a callback of this package to add; text after a comma selects its arguments.
         schedule: ``"torch"`` or ``"ours"`` for a learning rate that cycles in each step; empty for a constant one.
         data: ``"datamodule"`` for a ``LightningDataModule`` with a ``DataLoader``, ``"prefetch"`` for a
@@ -77,7 +78,7 @@ def lightning(
     from benchmarks.training import Classifier, train
 
     net, loader = _task(timer, demo)
-    module = Classifier(net, partial(_optimizer, schedule=schedule), log)
+    module = Classifier(net, partial(_optimizer, schedule=schedule), log, metrics)
     callbacks = [_callback(callback)] if callback else []
     source = _datamodule(loader, data, epochs) if data else loader
     return train(timer, module, source, samples=len(loader.batches[0][0]), callbacks=callbacks, **options)
@@ -161,6 +162,7 @@ EPOCHS = f"PrefetchDataModule, epochs of {EPOCH} batches"
 LEAN, WINDOWS = {"lean": True}, {"accumulate_grad_batches": WINDOW}
 O1 = {"opt_level": "O1", "dtype": "bf16"}
 LOGGING: dict[str, dict[str, Any]] = {"": {}, ", one self.log": {"log": 1}, ", logger and bar": {"quiet": False}}
+FOUR: dict[str, dict[str, Any]] = {", four values": {"log": 4}, ", four metrics": {"metrics": 4}}
 # Name, arguments, and the cases to divide by in addition to the plain loop.
 STOCK_ROWS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("plain loop", {}, ()),
@@ -170,6 +172,7 @@ STOCK_ROWS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (STOCK, {}, ()),
     ("Lightning, logger and bar", {"quiet": False}, (STOCK,)),
     ("Lightning, one self.log", {"log": 1}, (STOCK,)),
+    *((f"{STOCK}{suffix}", config, (STOCK,)) for suffix, config in FOUR.items()),
     ("Lightning, bf16-mixed", {"precision": "bf16-mixed"}, (STOCK,)),
     ("Lightning, CyclicLR", {"schedule": "torch"}, (STOCK,)),
     ("LightningDataModule", {"data": "datamodule"}, (STOCK,)),
@@ -188,7 +191,10 @@ OUR_ROWS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("PrefetchDataModule", {"data": "prefetch"}, ("LightningDataModule",)),
     (EPOCHS, {"data": "prefetch", "epochs": True}, ()),
     ("strategy turbo", {"turbo": dict.fromkeys(LEAN, False)}, (STOCK,)),
-    *((f"strategy turbo, lean{suffix}", {"turbo": LEAN, **c}, (f"{STOCK}{suffix}",)) for suffix, c in LOGGING.items()),
+    *(
+        (f"strategy turbo, lean{suffix}", {"turbo": LEAN, **config}, (f"{STOCK}{suffix}",))
+        for suffix, config in (LOGGING | FOUR).items()
+    ),
     ("ApexAMP O1, lean", {"turbo": LEAN, "amp": O1}, ("ApexAMP O1",)),
 ]
 ACCUMULATING = ("ExactAccumulation", "ExactAccumulation, uneven batches", "EffectiveBatchSize")
@@ -213,6 +219,7 @@ SUITE = Suite(
         Aim("cyclic_lr", "Lightning, CyclicLR", 1.05),
         Aim("PrefetchDataModule", "LightningDataModule", 1.05),
         *(Aim(f"strategy turbo, lean{suffix}", "plain loop", 1.8) for suffix in LOGGING),
+        *(Aim(f"strategy turbo, lean{suffix}", f"{STOCK}{suffix}", 0.5) for suffix in FOUR),
     ],
     quick=("plain loop", STOCK, "strategy turbo, lean"),
     **TIMES,

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from benchmarks.suite import CaseTimer
 from benchmarks.work import DTYPES, Batch, Losses
@@ -31,13 +32,15 @@ class Classifier(LightningModule):
         net: A network that returns logits.
         optimizer: Called with the parameters of the network; returns what ``configure_optimizers`` may return.
         log: Number of values that the training step logs.
+        metrics: Number of metrics of torchmetrics that it updates and logs.
     """
 
-    def __init__(self, net: nn.Module, optimizer: Callable[[Any], Any], log: int = 0) -> None:
+    def __init__(self, net: nn.Module, optimizer: Callable[[Any], Any], log: int = 0, metrics: int = 0) -> None:
         super().__init__()
         self.net = net
         self.optimizer = optimizer
         self.to_log = log
+        self.metrics = nn.ModuleDict({f"metric{number}": MeanMetric() for number in range(metrics)})
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
@@ -49,6 +52,11 @@ class Classifier(LightningModule):
         loss = F.cross_entropy(self.net(images), labels)
         for number in range(self.to_log):
             self.log(f"loss{number}", loss, batch_size=len(labels))
+        if self.metrics:
+            metrics: Any = dict(self.metrics)
+            for metric in metrics.values():
+                metric.update(loss.detach())
+            self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=len(labels))
         return loss
 
     def configure_optimizers(self) -> Any:
