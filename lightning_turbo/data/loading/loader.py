@@ -398,12 +398,12 @@ class PrefetchLoader(DataLoader[T]):
                 a state of its own there.
         """
         progress = self._current()
-        if progress is None or (progress.is_untouched and progress.state is not None):
+        if progress is None:
             return self._new() if self.loaded is None else self.loaded
         state = self.describe(progress)
-        if not self.keeps_state and not self.is_stream and not self.num_workers:
+        if not self.keeps_state and not self.is_stream and not self.num_workers and state["over"]:
             # A Trainer that knows the length does not ask for the end, and saves the state of its Epoch.
-            state["end_follows"] = state["over"] and not progress.ended and bool(state["start"])
+            state["end_follows"] = not progress.ended and bool(state["start"])
         return state
 
     def _current(self) -> EpochProgress | None:
@@ -473,6 +473,8 @@ class PrefetchLoader(DataLoader[T]):
             progress: Its progress.
             unused: How many batches were returned and not used; 2 at most.
         """
+        if progress.is_untouched and goes_on(progress.state):
+            return progress.state
         if unused > progress.consumed:
             warn_of_last_pass(unused - progress.consumed)
         consumed = max(0, progress.consumed - unused)
