@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_turbo.measure import OtherLoad, describe_machine, machine
+from lightning_turbo import _machine
+from lightning_turbo.measure import OtherLoad, count_cores, describe_machine, machine
 
 
 def test_environment_variables_that_change_times_are_named(monkeypatch):
@@ -68,3 +69,39 @@ def test_the_commit_is_named_only_within_the_checkout(answers, commit, monkeypat
     monkeypatch.setattr(machine.subprocess, "run", git)
     assert describe_machine("cpu")["commit"] == commit
     assert left == []
+
+
+@pytest.mark.parametrize(("own", "files", "cores"), [
+    # Version 2, as a container sees it: its own group is the root.
+    ("0::/", {"cpu.max": "150000 100000"}, 2),
+    ("0::/", {"cpu.max": "max 100000"}, 64),
+    ("0::/jobs/7", {"jobs/7/cpu.max": "max 100000", "jobs/cpu.max": "800000 100000"}, 8),
+    ("0::/jobs/7", {"jobs/7/cpu.max": "50000 100000", "jobs/cpu.max": "800000 100000"}, 1),
+    # Version 1, whose groups of controllers may be mounted under one name or both.
+    ("4:cpu,cpuacct:/docker/a", {"cpu/docker/a/cpu.cfs_quota_us": "400000",
+                                 "cpu/docker/a/cpu.cfs_period_us": "100000"}, 4),
+    ("4:cpu,cpuacct:/docker/a", {"cpu,cpuacct/cpu.cfs_quota_us": "300000",
+                                 "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 3),
+    ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+    ("3:memory:/a", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 64),
+    ("0::/", {"cpu.max": "what"}, 64),
+    ("", {}, 64),
+])  # fmt: skip
+def test_the_cores_are_those_of_the_affinity_and_of_the_smallest_quota(own, files, cores, tmp_path, monkeypatch):
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n" if own else "")
+    monkeypatch.setattr(_machine, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(_machine, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(_machine.os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    assert count_cores() == cores
+    monkeypatch.setattr(_machine.os, "sched_getaffinity", lambda process: {0}, raising=False)
+    assert count_cores() == 1
+
+
+def test_a_system_without_cgroups_has_the_cores_of_the_affinity(tmp_path, monkeypatch):
+    monkeypatch.setattr(_machine, "OWN_CGROUP", tmp_path / "absent")
+    monkeypatch.setattr(_machine.os, "sched_getaffinity", lambda process: {0, 1, 2}, raising=False)
+    assert count_cores() == 3
