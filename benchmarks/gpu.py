@@ -363,7 +363,7 @@ def program(timer: CaseTimer, *, name: str) -> dict[str, Any]:
         arguments = {
             "tests": ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *["--collect-only"] * timer.quick],
             "tune": ["lightning_turbo", "tune", "--minutes", minutes, "--out", folder, "examples/tune/toy.py"],
-            "doctor": ["lightning_turbo", "doctor", "--out", folder, "examples/tune/toy.py"],
+            "doctor": ["lightning_turbo", "doctor", "--json", f"{folder}/doctor.json", "examples/tune/toy.py"],
         }[name]
         started = time.perf_counter()
         done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280)

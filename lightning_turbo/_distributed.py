@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import sys
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +11,7 @@ import torch
 from lightning_turbo.errors import TurboWarning
 
 __all__ = [
-    "data_rank_and_size", "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size", "tell_first_rank",
+    "data_rank_and_size", "error_under_way", "gather_for_checkpoint", "host_group", "rank_and_size",
 ]  # fmt: skip
 
 # The run's group and the gloo group made for it. A process may end one group and train in another.
@@ -96,31 +93,6 @@ def gather_for_checkpoint(own: Any, name: str, *, to_all: bool = False) -> list[
     else:
         torch.distributed.gather_object(own, ranks if rank == 0 else None, group=host_group())
     return ranks
-
-
-def tell_first_rank(own: Any, name: str, seconds: float) -> list[Any]:
-    """Send data to rank 0 through the store in which the ranks met, so that only rank 0 ever waits.
-
-    Args:
-        own: The data of this rank.
-        name: A key that the run has not used yet.
-        seconds: How long rank 0 waits for the others, at least 0.
-
-    Returns:
-        On rank 0 one entry per rank, ``None`` for a rank that has not sent its data in time; on the others an empty
-        list.
-    """
-    rank, size = rank_and_size()
-    if size == 1:
-        return [own]
-    store = torch.distributed.distributed_c10d._get_default_store()
-    keys = [f"lightning_turbo/{name}/{each}" for each in range(size)]
-    store.set(keys[rank], pickle.dumps(own))  # pyright: ignore[reportArgumentType] (takes bytes as well)
-    if rank > 0:
-        return []
-    with contextlib.suppress(RuntimeError):  # timed out
-        store.wait(keys, timedelta(seconds=max(seconds, 0.01)))
-    return [pickle.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 def error_under_way() -> BaseException | None:

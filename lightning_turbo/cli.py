@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -86,38 +85,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        examples=("train.py -- --max_epochs 1", "compare runs/doctor runs/later"),
+        examples=("train.py -- --max_epochs 1", "--json report.json --minutes 2 -m package fit"),
         help="check this machine, or find what slows down a training script",
         description="Without a script: check the installed packages and the machine; the exit status is 1 if a check "
-        "fails. With a script: run it with a Doctor in each of its Trainers until one has examined its steps, write "
-        "doctor.txt and doctor.json, and stop the script without running its exit handlers, so that it overwrites "
-        "nothing. The exit status is the script's own if it ends earlier, 1 if a report could not be written, and 3 if "
-        "no Trainer started training. compare A B: list what is slower or new in the second of two such folders; the "
-        "exit status is 1 if anything is.",
-        usage="%(prog)s [--json] | %(prog)s compare A B | "
-        "%(prog)s [--out FOLDER] [--warmup N] [--timed N] [--watched N] [--keep-going] [-m] SCRIPT [-- ARGUMENT ...]",
+        "fails. With a script, such as train.py or a console script: run it with a Doctor in each of its Trainers "
+        "until one has seen enough, print its report, and end the script without its exit handlers. Several ranks, "
+        "and a run that has trained longer than the minutes, run on. The exit status is the script's own if it ends by "
+        "itself, 1 if a report could not be written, and 3 if no Trainer started training.",
+        usage="%(prog)s | %(prog)s [--json FILE] [--minutes N] [--keep-going] [-m] SCRIPT [-- ARGUMENT ...]",
     )
-    parser.add_argument("--json", action="store_true", help="print the state of the machine as JSON")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write the report (default: runs/doctor)")
-    parser.add_argument("--warmup", type=int, metavar="N", help="steps before the measurement (default: 3)")
-    parser.add_argument("--timed", type=int, metavar="N", help="steps to time (default: 10)")
-    parser.add_argument("--watched", type=int, metavar="N", help="steps to trace (default: 4)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="minutes in which the end of the first epoch is waited for (default: 5)",
+    )
     parser.add_argument(
         "--keep-going",
         action="store_true",
         default=None,
-        help="let the script run to its end after the report: exit handlers run and files are written",
+        help="let the script run to its end after the report: exit handlers run",
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", default=None, help="SCRIPT is a module, as in python -m"
     )
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python script that trains with a Trainer")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a script that trains with a Trainer")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     parser.set_defaults(run=_doctor, options=tuple(parser._option_string_actions))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    names = ("module", "out", "warmup", "timed", "watched", "keep_going")
+    names = ("module", "json", "minutes", "keep_going")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.script is None:
         if given:
@@ -128,27 +127,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
         from lightning_turbo.doctor import environment
 
         lines = environment.check()
-        print(json.dumps(environment.as_json(lines), indent=2) if arguments.json else environment.as_text(lines))
+        print(environment.as_text(lines))
         return 1 if environment.failed(lines) else 0
-    if arguments.json:
-        return _refused("--json: expected no script, got one. Leave --json out: doctor.json is written to --out.")
-    if arguments.script == "compare":
-        return _compare_reports(given, arguments.arguments)
     from lightning_turbo.doctor.command import examine
 
+    if given.get("minutes", 0.0) < 0:
+        return _refused(f"--minutes: expected 0 minutes or more, got {given['minutes']:g}.")
     own = _arguments_of_script("doctor", arguments.script, arguments)
-    try:
-        return examine(arguments.script, own, **given)
-    except ValueError as error:
-        return _refused(str(error))
-
-
-def _compare_reports(options: dict[str, Any], names: list[str]) -> int:
-    if options or len(names) != 2:
-        return _refused("compare: expected two folders with doctor.json, and no options.")
-    from lightning_turbo.doctor.compare import compare
-
-    return compare(Path(names[0]), Path(names[1]))
+    return examine(arguments.script, own, **given)
 
 
 def _arguments_of_script(command: str, script: str, arguments: argparse.Namespace) -> list[str]:

@@ -79,6 +79,17 @@ def pytest_sessionfinish(session, exitstatus):
             session.exitstatus = 1
 
 
+@pytest.fixture
+def free_alarm():
+    """Free SIGALRM, with which pytest-timeout ends a test, for the Doctor's samples; give it back afterwards."""
+    left = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, *left)
+
+
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path, monkeypatch):
     """Seed all generators, use a temporary working directory, and raise internal errors of the Doctor."""

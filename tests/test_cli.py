@@ -76,7 +76,7 @@ def test_a_misspelled_name_of_the_package_gets_a_suggestion(capsys):
     (("tun",), "did you mean tune? Try: lightning-turbo --help"),
     (("pack", "a", "b", "--lables", "3"), "arguments: --lables 3; did you mean --labels? Try: lightning-turbo pack"),
     (("convert", "a", "b", "--perfix", "x"), "did you mean --prefix?"),
-    (("doctor", "--timed", "none", "train.py"), "invalid int value: 'none'"),
+    (("doctor", "--minutes", "none", "train.py"), "invalid float value: 'none'"),
     (("pack", "a", "b", "--size", "224"), "size '224': expected HEIGHTxWIDTH in pixels, such as 224x224, or DEPTHx"),
 ])  # fmt: skip
 def test_invalid_input_is_refused_with_a_message(capsys, argv, message):
@@ -147,8 +147,8 @@ def test_pack_takes_every_option_and_shows_a_bar_with_the_time_left(capsys, tmp_
     (["tune", "--minutes", "3", "train.py", "fit", "--epochs", "2"], ["fit", "--epochs", "2"], []),
     (["tune", "train.py", "--", "--minutes", "3"], ["--minutes", "3"], []),
     (["tune", "-m", "train", "--help"], ["--help"], ["--help"]),
-    (["doctor", "train.py", "-m", "x", "--warmup=1"], ["-m", "x", "--warmup=1"], ["-m", "--warmup"]),
-    (["doctor", "train.py", "--", "--out", "x"], ["--out", "x"], []),
+    (["doctor", "train.py", "-m", "x", "--minutes=1"], ["-m", "x", "--minutes=1"], ["-m", "--minutes"]),
+    (["doctor", "train.py", "--", "--json", "x"], ["--json", "x"], []),
 ])  # fmt: skip
 def test_arguments_after_a_script_are_its_own_and_our_options_there_warn(argv, own, warned, capsys, monkeypatch):
     Path("train.py").touch()

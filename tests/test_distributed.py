@@ -3,13 +3,12 @@
 import pytest
 
 from lightning_turbo import _distributed
-from lightning_turbo._distributed import gather_for_checkpoint, tell_first_rank
+from lightning_turbo._distributed import gather_for_checkpoint
 from lightning_turbo.errors import TurboWarning
 
 
 def test_a_process_without_others_has_its_own_data_alone():
     assert gather_for_checkpoint("own", "number", to_all=True) == ["own"]
-    assert tell_first_rank("own", "a", seconds=0) == ["own"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -46,6 +46,7 @@ def run_facts(trainer: Any) -> RunSettings:
         device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         cores=count_cores(),
+        threads=torch.get_num_threads(),
         # torch 2.9 introduced the newer setting; reading the older one may then raise an error.
         tf32=torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32",
         precision=str(trainer.precision),
@@ -75,7 +76,7 @@ def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws:
     loader: Any = trainer.train_dataloader
     names = ("DataLoader", type(loader).__name__)
     site = sources.call(type(owner_of_training_data(trainer)), "train_dataloader", *names) or fit
-    return describe_loader(loader, sources, site, draws)
+    return describe_loader(loader, site, draws)
 
 
 def validation_loader_facts(trainer: Any, sources: Sources, fit: Site | None = None) -> Loader:
@@ -83,7 +84,7 @@ def validation_loader_facts(trainer: Any, sources: Sources, fit: Site | None = N
     given: Any = trainer.val_dataloaders
     loader = given[0] if isinstance(given, (list, tuple)) and len(given) == 1 else given
     owner = type(trainer.datamodule or trainer.lightning_module)
-    return describe_loader(loader, sources, sources.call(owner, "val_dataloader", "DataLoader") or fit)
+    return describe_loader(loader, sources.call(owner, "val_dataloader", "DataLoader") or fit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from lightning_turbo._machine import count_cores
 from lightning_turbo._optional import installed_version
 
-__all__ = ["Line", "as_json", "as_text", "check", "failed"]
+__all__ = ["Line", "as_text", "check", "failed"]
 
 MALICIOUS = {("lightning", "2.6.2"), ("lightning", "2.6.3")}
 ADVISORY = "GHSA-w37p-236h-pfx3"
@@ -74,11 +74,6 @@ def as_text(lines: Sequence[Line]) -> str:
         rows.append(f"{marks[line.status]}  {line.name:{width}}  {line.what}")
         rows += [f"{'':7}{'':{width}}  -> {line.remedy}"] if line.remedy else []
     return "\n".join(rows)
-
-
-def as_json(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """Return the lines as plain dicts."""
-    return [asdict(each) for each in lines]
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
-    "BOUNDS", "FEW", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "FitFacts", "HookTime", "Loader",
-    "OptimizerFacts", "Part", "PartTime", "Rank", "RunSettings", "SchedulerFacts", "Seen", "Site", "check_steps",
+    "BOUNDS", "FEW", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "FitFacts", "HookTime", "LineTime", "Loader",
+    "OptimizerFacts", "Part", "RunSettings", "SchedulerFacts", "Seen", "Site", "check_steps",
 ]  # fmt: skip
 
 WAITING = 0.10
@@ -20,6 +20,8 @@ NOTICEABLE = 5e-3
 """Seconds per step that justify a warning; a choice as well."""
 SHORT = 2.5e-3
 """In a step shorter than this, in seconds, Lightning's own work shows in every phase; a choice as well."""
+SLOW_LINE = 5e-4
+"""A line that takes fewer seconds per step is not named."""
 FEW = 5
 """With fewer timed steps, no step time justifies a warning."""
 BOUNDS = {
@@ -72,7 +74,6 @@ class Loader:
     pin_memory: bool = False
     persistent_workers: bool = False
     sampler: str = ""
-    whole_read: Site | None = None  # the line of the dataset that reads a whole file
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if unknown
     iterable_dataset: bool = False
     draws: str = ""  # what loading in this process draws random numbers from, as a clause
@@ -110,6 +111,7 @@ class RunSettings:
     device: str = "cpu"
     capability: tuple[int, int] = (0, 0)  # of the CUDA device
     cores: int = 1
+    threads: int = 1  # with which torch computes
     tf32: bool = False  # whether matrix products may use TF32
     precision: str = "32-true"
     strategy: str = ""  # the class of the Trainer's strategy
@@ -134,66 +136,57 @@ class Seen:
     anomaly: bool = False  # whether autograd's anomaly detection is on
     anomaly_site: Site | None = None  # the line that switches it on
     biases: tuple[Part, ...] = ()  # layers whose bias a norm cancels
-    graph_breaks: dict[str, int] = field(default_factory=dict)  # of torch.compile, by line and reason
-    recompilations: dict[str, int] = field(default_factory=dict)  # after the warmup, by function and reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rank:
-    """The times of one of several ranks; comparing ranks shows where one waited for others."""
+class LineTime:
+    """The time of the lines of one of the user's functions, by samples, in one part and phase of the fit."""
 
-    steps: tuple[dict[str, float], ...] = ()  # seconds per phase of each timed step; "loop" is time outside hooks
-    outside: dict[str, float] = field(default_factory=dict)  # seconds before and between the steps, in order
-    hook: str = ""  # the slowest hook
-    sites: dict[str, Site | None] = field(default_factory=dict)  # of phases and of parts outside steps
+    sites: tuple[Site, ...]  # the lines, the most expensive first
+    part: str = "steps"  # a key of ``timeline.PARTS``
+    phase: str = "forward"  # a key of ``timeline.PHASES``
+    hook: str = ""  # Lightning's action, where the phase is "hooks"
+    call: str = ""  # the Python function that the first line calls
+    seconds: float = 0.0  # a step for lines in steps, otherwise all that was seen
+    own: float = 0.0  # of these, what is not torch's work
+    torch: float = 0.0  # of these, torch's work outside of the network's modules
+    waits: bool = False  # whether the thread hardly computes meanwhile
+    where: str = ""  # "in worker processes" or "in a thread", if not in the training thread
+    text: str = ""  # the first line
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartTime:
-    """The time of one part of a fit, in seconds."""
-
-    name: str  # a key of ``clock.PARTS``
-    once: float = 0.0  # once per fit
-    each: float = 0.0  # per epoch, in addition
-    watched: float = 0.0  # as far as it was measured
+    @property
+    def site(self) -> Site:
+        """The most expensive line."""
+        return self.sites[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookTime:
-    """The time of one hook per epoch, in seconds."""
+    """The time of one hook, in seconds."""
 
     name: str  # from Lightning's profiler, e.g. "[Callback]Average.on_train_batch_end"
-    seconds: float
+    seconds: float  # a step for hooks in steps, otherwise all that was seen
     in_steps: bool = False  # whether it runs in steps, not at the border of epochs
     site: Site | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitFacts:
-    """Where the time of the whole fit goes, projected from what was measured."""
+    """Where the time of what was seen of the fit went: sums over Lightning's hooks."""
 
-    parts: tuple[PartTime, ...] = ()  # empty if no epoch has begun
-    epochs: float = math.inf  # largest number of epochs
-    batches: float = 0  # per epoch
-    knows_length: bool = True  # whether this is the length of an epoch, and not only what was seen of the first one
-    validations: float = 0.0  # per epoch
-    validated: float = 0.0  # batches per validation
-    watched_epochs: int = 0
-    watched_steps: int = 0
-    watched_validated: int = 0
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of each part; of an epoch if one was seen whole
+    is_epoch: bool = False  # whether these are the seconds of a whole epoch
+    batches: int = 0  # steps in these seconds
+    validations: int = 0
+    validated: int = 0  # batches of validation
+    saves: int = 0
     has_border: bool = False  # whether the first batch of a second epoch was seen
-    saves: float = 0.0  # checkpoints per epoch
     hooks: tuple[HookTime, ...] = ()  # slowest first
 
-    def each(self, *names: str) -> float:
-        """Return the seconds of some parts per epoch; without names, of all parts."""
-        return sum(part.each for part in self.parts if part.name in names or not names)
-
-    @property
-    def whole(self) -> float:
-        """Seconds of the whole fit; infinite if the number of epochs is unknown."""
-        once = sum(part.once for part in self.parts)
-        return once + self.each() * self.epochs if self.parts else 0.0
+    def of(self, *names: str) -> float:
+        """Return the seconds of some parts; without names, of all parts of training."""
+        once = ("set-up", "sanity check")
+        return sum(s for name, s in self.parts.items() if name in names or (not names and name not in once))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,14 +205,14 @@ class Facts:
     fit: FitFacts = FitFacts()
     training_step: Site | None = None
     validation_step: Site | None = None
-    read: float = 0.0  # bytes that loading reads per timed step; 0 if not counted
     batch: int = 0  # bytes of the tensors of a batch
     objects: int = 0  # number of tensors in a batch; each is passed from a worker separately
     wide: tuple[str, ...] = ()  # tensors of the batch in double precision
     convolutions: bool = False  # whether a 4D or 5D weight is not in channels-last format
     optimizers: tuple[OptimizerFacts, ...] = ()
     schedulers: tuple[SchedulerFacts, ...] = ()
-    ranks: tuple[Rank, ...] = ()  # all ranks of a run with several
+    lines: tuple[LineTime, ...] = ()  # the most expensive first
+    cores_used: float = 0.0  # CPU seconds of this process per second of the timed steps
     notes: tuple[str, ...] = ()  # what could not be watched, and why
 
     @property
@@ -245,10 +238,22 @@ class Facts:
         """Share of the step, 0 to 1, spent waiting for data."""
         return self.seconds_in(["data"]) / (self.step or 1.0)
 
+    def slow_lines(self) -> list[LineTime]:
+        """Return the lines of a step whose own time is a tenth of it or more, except those of hooks."""
+        least = max(SLOW_LINE, WAITING * self.step)
+        steps = [each for each in self.lines if each.part == "steps" and each.phase != "hooks"]
+        return [each for each in steps if each.own >= least] if self.step else []
+
     @property
-    def waits(self) -> float:
-        """Seconds per watched step spent waiting without computing, except for data."""
-        return sum(each.seconds for each in self.seen.calls if each.kind == "wait") / max(self.seen.watched, 1)
+    def own(self) -> float:
+        """Seconds per step of slow lines where the network would compute."""
+        return sum(each.own for each in self.slow_lines() if each.phase in BOUNDS["compute"])
+
+    def line_in(self, seconds: float, part: str, hook: str = "") -> Site | None:
+        """Return the line that takes at least half of these seconds in a part, or in a hook; ``None`` if none does."""
+        lines = (each for each in self.lines if each.part == part and hook in ("", each.hook))
+        first = max(lines, key=lambda each: each.seconds, default=None)
+        return first.site if first is not None and 2 * first.seconds >= seconds > 0 else None
 
     @property
     def pays_for_loop(self) -> bool:
@@ -257,16 +262,18 @@ class Facts:
 
     @property
     def bound(self) -> str:
-        """What bounds the step: "data", "waits" or a key of ``BOUNDS``; empty if no step was timed."""
+        """What bounds the step: "data", "lines", "waits" or a key of ``BOUNDS``; empty if no step was timed."""
         if not self.step:
             return ""
         if self.waiting > WAITING:
             return "data"
-        if self.waits > NOTICEABLE and self.waits > self.step / 2:
-            return "waits"
-        if self.pays_for_loop:
-            return "loop"
-        return max(BOUNDS, key=lambda name: self.seconds_in(BOUNDS[name]))
+        own = self.own
+        seconds = {name: self.seconds_in(phases) for name, phases in BOUNDS.items()}
+        seconds["compute"] -= own
+        if own and own >= max(seconds.values()):
+            waits = sum(each.own for each in self.slow_lines() if each.waits and each.phase in BOUNDS["compute"])
+            return "waits" if 2 * waits > own else "lines"
+        return "loop" if self.pays_for_loop else max(seconds, key=lambda name: seconds[name])
 
 
 def check_steps(warmup: int = 3, timed: int = 10, watched: int = 4) -> None:

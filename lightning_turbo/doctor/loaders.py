@@ -12,27 +12,19 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_turbo._random import GeneratorWatch, generators_in
 from lightning_turbo.data.loading.loader import PrefetchLoader
-from lightning_turbo.doctor.clock import Listener, Plan
 from lightning_turbo.doctor.facts import Loader, Site
-from lightning_turbo.doctor.source import Sources
 
 __all__ = ["Draws", "describe_loader", "inner_loader"]
 
 TRANSFORMS = ("transform", "transforms", "target_transform")
-READS = (
-    r"\b(np|numpy)\.load\((?!.*mmap_mode)|\bReadImage\(|\btorch\.load\((?!.*mmap=True)"
-    r"|\.get_fdata\(|\basarray\([^)]*\.dataobj\b(?!\[)"
-)
-"""Code that reads a whole file with NumPy, SimpleITK, torch or nibabel."""
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 
 
-def describe_loader(loader: Any, sources: Sources | None = None, site: Site | None = None, draws: str = "") -> Loader:
+def describe_loader(loader: Any, site: Site | None = None, draws: str = "") -> Loader:
     """Return the facts about a loader; none for ``None`` and for several loaders.
 
     Args:
         loader: The loader.
-        sources: Finds the lines of its dataset; ``None`` finds none.
         site: The line that creates it.
         draws: What loading was seen to draw from, as a clause.
     """
@@ -40,13 +32,11 @@ def describe_loader(loader: Any, sources: Sources | None = None, site: Site | No
         return Loader()
     inner = inner_loader(loader)
     dataset = getattr(inner, "dataset", None)
-    line = sources.line(type(_innermost(dataset)), READS) if sources is not None else None
     return Loader(
         type=type(loader).__name__,
         sampler=type(getattr(inner, "sampler", None)).__name__,
         sharded=_sharded(inner),
         iterable_dataset=isinstance(dataset, IterableDataset),
-        whole_read=line,
         site=site,
         draws=draws,
         **(_standard_facts(loader) if isinstance(loader, DataLoader) else {}),
@@ -60,27 +50,22 @@ def inner_loader(loader: Any) -> Any:
     return next((each for each in held if isinstance(each, DataLoader)), loader)
 
 
-class Draws(Listener):
+class Draws:
     """Checks whether loading draws random numbers in this process, which prevents loading in a thread.
 
-    It starts with the last step that is not timed and ends with the batch of that step. It examines one batch that is
-    not the first one of the fit.
+    A ``Session`` calls ``begin`` and ``end`` around the fetch of each watched batch.
 
-    Args:
-        plan: The plan; timed steps are left alone.
-        trainer: The Trainer.
+    Attributes:
+        drew: What was drawn from, as a clause; empty if nothing was.
     """
 
-    def __init__(self, plan: Plan, trainer: Any) -> None:
+    def __init__(self) -> None:
         self.drew = ""
-        self.step = plan.needed - 1 if plan.watched else plan.warmup - 1
-        self._trainer = trainer
         self._watch: GeneratorWatch | None = None
 
-    def begin_step(self, step: int) -> None:
-        """Start watching, if this is the step."""
-        loader = self._trainer.train_dataloader
-        if step != self.step or step < 1 or not isinstance(loader, DataLoader) or loader.num_workers:
+    def begin(self, loader: Any) -> None:
+        """Start watching a loader that loads in this process, unless it was seen to draw."""
+        if self.drew or not isinstance(loader, DataLoader) or loader.num_workers:
             return
         if getattr(loader, "sample_seeds", None) is not None:
             self.drew = "draws from generators that sample_seeds seeds"
@@ -88,20 +73,12 @@ class Draws(Listener):
             self._watch = GeneratorWatch(generators_in(loader.dataset))
             self._watch.__enter__()
 
-    def fetched(self, step: int) -> None:
+    def end(self) -> None:
         """Stop watching."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__()
             self.drew = watch.found
-
-    def end_step(self, step: int) -> None:
-        """Stop watching if ``fetched`` was not called, because ``training_step`` fetches batches itself."""
-        self.fetched(step)
-
-    def drop_step(self, step: int) -> None:
-        """Stop watching."""
-        self.fetched(step)
 
 
 def _innermost(dataset: Any) -> Any:

@@ -1,7 +1,7 @@
 """How a user writes the calls that synchronize with the device, by the names of torch's functions.
 
-A run on the CPU is examined by these names alone: none of these calls waits there, but all would on a GPU. In a run on
-a GPU, torch itself reports which calls wait, and the names only say how they are written.
+In a run on a GPU, torch itself reports which calls wait, and the names only say how they are written. On a CPU none of
+them waits; the names alone tell what would, where the tensors are on a GPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shutil
 import textwrap
@@ -13,23 +12,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lightning_turbo._files import whole_file
-from lightning_turbo.doctor.clock import PARTS, PHASES
-from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts, FitFacts, Site
+from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts, FitFacts, LineTime, Site
 from lightning_turbo.doctor.rules.rule import LEVELS, Finding, Place
-from lightning_turbo.doctor.timing import Segment
+from lightning_turbo.doctor.timeline import PARTS, PHASES
 from lightning_turbo.measure import write_json
 
 __all__ = ["Report", "as_json", "as_text", "place", "verdict"]
 
 LITTLE = 0.03
 """Waiting for data is negligible up to this share of the step; a choice, not a measurement."""
-WIDTH = 100
-"""Width of the text in a file, in columns."""
 SHOWN = 3
 """Number of names of layers or parameters shown per line."""
 ROW = 0.005
-"""Parts below this share of the fit are omitted from the table."""
+"""Parts below this share of what was seen are omitted from the table."""
 _TITLES = {"compute": "Compute-bound", "copy": "Bound by copies to the device", "loop": "Bound by the loop"}
 
 
@@ -40,26 +35,19 @@ class Report:
     Attributes:
         facts: The measurements.
         findings: The findings, most severe first.
-        timeline: The mean step; its segments add up to ``facts.step``.
         short: What is missing if the run was too short, otherwise empty.
     """
 
     facts: Facts
     findings: tuple[Finding, ...]
-    timeline: tuple[Segment, ...] = ()
     short: str = ""
 
     def above(self, level: str) -> list[Finding]:
         """Return the findings that are more severe than ``level``."""
         return [each for each in self.findings if LEVELS.index(each.level) < LEVELS.index(level)]
 
-    def save(self, text: str | os.PathLike[str] | None = None, json: str | os.PathLike[str] | None = None) -> None:
-        """Write the report to files; ``None`` skips one."""
-        if text is not None:
-            path = Path(text)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(path) as part:
-                part.write_text(as_text(self, WIDTH) + "\n", encoding="utf-8")
+    def save(self, json: str | os.PathLike[str] | None = None) -> None:
+        """Write the report to a file; ``None`` writes none."""
         if json is not None:
             write_json(as_json(self), Path(json))
 
@@ -73,10 +61,12 @@ def verdict(facts: Facts) -> str:
     if bound == "data":
         most = f": loading ahead makes it up to {1 / max(1.0 - facts.waiting, 0.01):.1f} times as fast."
         return f"Your step {waits}" + (most if facts.phases["data"] > NOTICEABLE else ".")
-    if bound == "waits":
+    if bound in ("lines", "waits"):
+        title = "Idle" if bound == "waits" else "Bound by your own lines"
+        does = "wait without computing" if bound == "waits" else "are not the network's computation"
         return (
-            f"Idle: your step takes {facts.step * 1e3:.2f} ms, of which it waits {facts.waits * 1e3:.2f} ms without "
-            "computing; no setting of the computation helps."
+            f"{title}: your step takes {facts.step * 1e3:.2f} ms, of which {facts.own * 1e3:.2f} ms {does}; no setting "
+            "of the computation helps."
         )
     parts = ", ".join(PHASES[phase] for phase in BOUNDS[bound])
     helps = "not" if facts.waiting < LITTLE else "hardly"
@@ -105,9 +95,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "waiting": facts.waiting,
         "fit": _fit_as_json(facts.fit),
         "phases": [{"phase": key, "name": PHASES[key], "seconds": value} for key, value in facts.phases.items()],
-        "timeline": [dataclasses.asdict(segment) for segment in report.timeline],
         "steps": list(facts.steps),
-        "ranks": [{"steps": list(each.steps), "outside": each.outside} for each in facts.ranks],
+        "lines": [_line_as_json(each) for each in facts.lines],
         "findings": [_finding_as_json(each) for each in report.findings],
     }
 
@@ -164,6 +153,11 @@ def _finding_as_json(each: Finding) -> dict[str, Any]:
     }
 
 
+def _line_as_json(each: LineTime) -> dict[str, Any]:
+    own = {name: value for name, value in dataclasses.asdict(each).items() if name != "sites"}
+    return {**own, "places": [place(site) for site in each.sites]}
+
+
 def _finding_rows(each: Finding, width: int) -> Iterator[str]:
     where = "; ".join(_places(each))
     if each.count > 1:
@@ -185,39 +179,28 @@ def _phase_rows(facts: Facts, width: int) -> Iterator[str]:
 
 
 def _fit_rows(fit: FitFacts, width: int) -> Iterator[str]:
-    """Return the table of the fit: the time of each part in the whole fit, or per epoch if the fit has no end."""
+    """Return the table of the fit: the time of each part in what was seen of it, or in a whole epoch."""
     if not fit.parts:
         return
-    is_known = fit.whole < math.inf
-    total = fit.whole if is_known else fit.each()
-    seen = f"{fit.watched_steps} steps, {fit.watched_validated} batches of validation"
-    seen += ", the border between two epochs" if fit.has_border else ", no border between two epochs"
-    if not fit.knows_length:
-        seen += f"; how many batches an epoch has is not known, here it is {fit.batches:g}"
-    whole = f"{fit.epochs:g} epochs take {_duration(total)}" if is_known else f"an epoch takes {_duration(total)}"
-    yield from ("", *textwrap.wrap(f"The fit, projected from what was watched of it ({seen}): {whole}:", width))
-    for part in fit.parts:
-        seconds = part.once + part.each * fit.epochs if is_known else part.each
+    total = fit.of()
+    seen = f"{fit.batches} steps, {fit.validated} batches of validation"
+    what = "An epoch" if fit.is_epoch else "What was seen of the fit, no whole epoch,"
+    yield from ("", *textwrap.wrap(f"{what} takes {total:.1f} s ({seen}), after set-up:", width))
+    for part, title in PARTS.items():
+        seconds = fit.parts.get(part, 0.0)
         share = seconds / (total or 1.0)
-        if share >= ROW:
-            often = f"{part.each:10.3f} s an epoch" if part.each else f"{part.once:10.3f} s once    "
-            bar = "#" * round((width - 68) * share)
-            yield f"  {PARTS[part.name]:39}{often} {share:6.1%}  {bar}".rstrip()
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration in a suitable unit."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+        if part in ("set-up", "sanity check"):
+            yield f"  {title:39}{seconds:10.3f} s once"
+        elif share >= ROW:
+            yield f"  {title:39}{seconds:10.3f} s {share:6.1%}  {'#' * round((width - 60) * share)}".rstrip()
 
 
 def _fit_as_json(fit: FitFacts) -> dict[str, Any]:
-    """Return the table as plain values; infinity becomes ``None``."""
-    numbers = ("epochs", "batches", "knows_length", "validations", "validated")
-    numbers += ("watched_epochs", "watched_steps", "saves", "whole")
+    """Return the table as plain values."""
+    names = ("is_epoch", "batches", "validations", "validated", "saves", "has_border")
+    parts = [{"name": name, "title": title, "seconds": fit.parts.get(name, 0.0)} for name, title in PARTS.items()]
     return {
-        **{name: value if (value := getattr(fit, name)) < math.inf else None for name in numbers},
-        "parts": [{**dataclasses.asdict(part), "title": PARTS[part.name]} for part in fit.parts],
+        **{name: getattr(fit, name) for name in names},
+        "parts": parts,
         "hooks": [{"name": hook.name, "seconds": hook.seconds, "in_steps": hook.in_steps} for hook in fit.hooks],
     }

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_turbo.doctor.clock import Listener, Plan
 from lightning_turbo.doctor.facts import Part
 from lightning_turbo.doctor.source import Sources
 
@@ -23,27 +22,20 @@ NODES = 200_000
 """Counting the graphs of an attribute stops at this many nodes, after about a second."""
 
 
-class Retention(Listener):
+class Retention:
     """Records what holds a graph after each watched step, by the owner's path (or class name) and the attribute.
 
-    It measures from the first step that the plan watches to the last. It stores sizes, never tensors.
+    A ``Session`` calls ``measure`` after each watched step. It stores sizes, never tensors.
 
     Args:
-        plan: The plan of steps.
         module: The LightningModule; its submodules from outside ``torch.nn`` are examined too.
         others: Further objects to examine: the user's callbacks.
     """
 
-    def __init__(self, plan: Plan, module: nn.Module, others: Iterable[object] = ()) -> None:
-        self.plan = plan
+    def __init__(self, module: nn.Module, others: Iterable[object] = ()) -> None:
         self.module = module
         self.others = list(others)
         self._history: list[dict[tuple[str, str], int]] = []  # number of graph nodes after each step
-
-    def end_step(self, step: int) -> None:
-        """Measure, if the step was watched."""
-        if self.plan.watches(step):
-            self.measure()
 
     def measure(self) -> None:
         """Count the graph nodes that are held now."""

@@ -1,14 +1,12 @@
 """Runs a user's script or package as Python would, with our callbacks in each Trainer that it creates.
 
 Lightning finds the callbacks like any plugin: through an entry point. The entry point exists only for the time of the
-run, in this process and in the processes that Lightning starts for further ranks, which get a ``Doctor`` if this
-process passes its steps in ``RANKS``. Nothing is patched. Call these functions in a fresh process, because the script
+run. Nothing is patched. Call these functions in a fresh process, because the script
 may change anything in it, and because ``end_program`` ends it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import shutil
@@ -27,10 +25,8 @@ from lightning_turbo.errors import TurboError
 if TYPE_CHECKING:  # the script chooses which copy of Lightning it imports
     from lightning_turbo._lightning import Callback
 
-__all__ = ["RANKS", "Ending", "check_script", "make_callbacks", "run_program"]
+__all__ = ["Ending", "check_script", "make_callbacks", "run_program"]
 
-RANKS = "LIGHTNING_TURBO_DOCTOR"
-"""The environment variable with the steps of a ``Doctor`` for further ranks, as JSON."""
 INTERRUPTED = 130  # as shells do
 _factories: list[Callable[[], list[Callback]]] = []
 
@@ -101,10 +97,6 @@ def check_script(path: Path) -> None:
 
 def make_callbacks() -> list[Callback]:
     """Return the callbacks for another Trainer; the entry point that Lightning calls. None outside a run."""
-    if not _factories and RANKS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
-        from lightning_turbo.doctor.callback import Doctor
-
-        return [Doctor(**json.loads(os.environ[RANKS]))]
     return [callback for factory in _factories for callback in factory()]
 
 
@@ -140,15 +132,9 @@ def _add_callbacks(callbacks: Callable[[], list[Callback]]) -> Iterator[None]:
         )
         sys.path.append(folder)
         _factories.append(callbacks)
-        # Processes of further ranks find the entry point only through PYTHONPATH.
-        before, root = os.environ.get("PYTHONPATH"), Path(__file__).parents[2]
-        clone = [] if root.name.endswith("-packages") else [str(root)]  # further ranks may not find it otherwise
-        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), folder, *clone])
         try:
             yield
         finally:
-            os.environ.pop("PYTHONPATH", None)
-            os.environ |= {} if before is None else {"PYTHONPATH": before}
             _factories.remove(callbacks)
             if folder in sys.path:
                 sys.path.remove(folder)

@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn
 from lightning_turbo._lightning import Callback, LightningDataModule, LightningModule
 from lightning_turbo.doctor.facts import Site
 
-__all__ = ["Sources"]
+__all__ = ["LIGHTNING", "Sources", "kind_of", "package_of"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -29,7 +30,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
 """A file of an installed package, in this environment or another one on the path, with the package's name."""
 # What these do by themselves is not the user's doing.
 _MACHINERY = tuple(_TORCH + part + os.sep for part in ("optim", "amp", os.path.join("utils", "data")))
-_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _PARTS_OF_TORCH = {
     "torch.distributions": "torch.distributions",
     "torch.utils.tensorboard": "torch.utils.tensorboard",
@@ -43,8 +44,8 @@ _BASES = {*LightningModule.__mro__, *LightningDataModule.__mro__, *Callback.__mr
 class Sources:
     """Distinguishes the user's own files from libraries, and finds lines in them.
 
-    Every file outside the standard library, site-packages, torch, Lightning and this package is the user's own. A
-    library file that defines one of ``objects`` is adopted: its lines count if no own line is on the stack.
+    Every file outside the standard library, site-packages, torch, Lightning and this package is the user's own. An
+    installed package that defines one of ``objects`` is adopted: its lines count if no own line is on the stack.
 
     A ``Session`` creates it and drops it with itself. It reads files and frames, and changes nothing.
 
@@ -54,7 +55,8 @@ class Sources:
 
     def __init__(self, objects: Iterable[object]) -> None:
         files = {_file_of(cls) for each in objects for cls in set(type(each).__mro__) - _BASES}
-        self._adopted = {file for file in files if not file.startswith(("<", _TORCH, _HERE))}
+        self._first = {file for file in files if not file.startswith(("<", _TORCH, _HERE))}
+        self.adopted = frozenset(map(package_of, self._first)) - {"", *LIGHTNING}
 
     def site(self, frame: FrameType | None, *, through: bool = False) -> Site | None:
         """Return the innermost own line on the stack from ``frame`` outward, otherwise the innermost adopted one.
@@ -74,6 +76,10 @@ class Sources:
                 break
         return adopted
 
+    def caller(self, frame: FrameType | None) -> FrameType | None:
+        """Return the first own or adopted frame from ``frame`` outward, however near."""
+        return next((each for each in _stack(frame) if self.owns_file(each.f_code.co_filename)), None)
+
     def library(self, frame: FrameType | None) -> str:
         """Return the library between ``frame`` and the user's line; empty if that line itself is the caller."""
         found = ""
@@ -85,7 +91,11 @@ class Sources:
 
     def owns(self, cls: type) -> bool:
         """Return whether a class is the user's."""
-        return self._kind_of(_file_of(cls)) in ("own", "adopted")
+        return self.owns_file(_file_of(cls))
+
+    def owns_file(self, file: str) -> bool:
+        """Return whether a file is the user's, or of an adopted package."""
+        return self._kind_of(file) in ("own", "adopted")
 
     def layer(self, root: nn.Module, path: str) -> Site | None:
         """Return the line that creates the submodule or parameter at ``path``, as in ``named_modules``."""
@@ -99,8 +109,8 @@ class Sources:
         All own files are searched, starting with those of ``objects``.
         """
         files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())} - {"None"}
-        own = filter(lambda file: self._kind_of(file) in ("own", "adopted"), files)
-        for file in sorted(own, key=lambda file: (file not in self._adopted, file)):
+        own = filter(self.owns_file, files)
+        for file in sorted(own, key=lambda file: (file not in self._first, file)):
             if line := _find_setting("".join(linecache.getlines(file)), names):
                 return Site(file=file, line=line)
         return None
@@ -124,21 +134,13 @@ class Sources:
         """Return the first line of an own function, or of the ``__call__`` of an own object."""
         function = getattr(function, "func", function)  # of a partial object
         code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
-        if code is None or self._kind_of(code.co_filename) not in ("own", "adopted"):
+        if code is None or not self.owns_file(code.co_filename):
             return None
         return Site(file=code.co_filename, line=code.co_firstlineno, function=code.co_name)
 
-    def line(self, cls: type, pattern: str) -> Site | None:
-        """Return the first matching line, outside comments, in the file of an own class."""
-        if not self.owns(cls):
-            return None
-        lines = enumerate(linecache.getlines(_file_of(cls)), 1)
-        found = (number for number, line in lines if re.search(pattern, line.partition("#")[0]))
-        return next((Site(file=_file_of(cls), line=number) for number in found), None)
-
     def _kind_of(self, file: str) -> str:
         kind = kind_of(file)
-        return "adopted" if kind != "own" and file in self._adopted else kind
+        return "adopted" if kind != "own" and package_of(file) in self.adopted else kind
 
     def _find(self, cls: type, pattern: str, only: str = "", skip: str = "") -> Site | None:
         """Return the first matching line in the methods of an own class and its own bases.
@@ -151,10 +153,20 @@ class Sources:
         return next(filter(None, found), None)
 
 
+@cache
+def package_of(file: str) -> str:
+    """Return the installed package that a file is of; empty for other files."""
+    installed = _INSTALLED.search(file)
+    if installed:
+        return installed[1]
+    return "torch" if file.startswith(_TORCH) else "lightning_turbo" if file.startswith(_HERE) else ""
+
+
+@cache
 def kind_of(file: str) -> str:
     """Return ``"own"``, ``"machinery"`` (not the user's doing) or ``"library"``."""
     installed = _INSTALLED.search(file)
-    if file.startswith(_MACHINERY) or (installed and installed[1] in _LIGHTNING):
+    if file.startswith(_MACHINERY) or (installed and installed[1] in LIGHTNING):
         return "machinery"
     return "library" if installed or file.startswith(("<", _HERE, _TORCH, *_STANDARD)) else "own"
 

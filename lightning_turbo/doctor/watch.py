@@ -20,7 +20,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_turbo.doctor.calls import CallTable
-from lightning_turbo.doctor.clock import Listener, Plan
 from lightning_turbo.doctor.facts import Call, Site
 from lightning_turbo.doctor.guard import Guard
 from lightning_turbo.doctor.names import (
@@ -31,7 +30,6 @@ from lightning_turbo.doctor.names import (
     is_training_norm,
     upload,
 )
-from lightning_turbo.doctor.origins import Origins
 from lightning_turbo.doctor.source import Sources
 
 __all__ = ["StepWatch", "report_waits"]
@@ -41,20 +39,16 @@ WAIT = "called a synchronizing CUDA operation"
 PROTOTYPE = "Synchronization debug mode is a prototype feature"
 
 
-ALL = Plan(0, 0, sys.maxsize)
-
-
-class StepWatch(Listener):
+class StepWatch:
     """Watches steps and counts what they do, by the line of the user's code.
 
-    It watches from the first step that the plan watches to the last. While it watches, nothing is computed differently,
-    because the mode passes every call on with its original arguments. Outside the time from the fetch of a batch to the
-    end of its step, function mode, profile function and sync debug mode are the user's.
+    A ``Session`` lets it watch from the fetch of a batch to the end of its step, and in ``validation_step``. While it
+    watches, nothing is computed differently, because the mode passes every call on with its original arguments. At all
+    other times, function mode, profile function and sync debug mode are the user's.
 
     Args:
         sources: Distinguishes the user's files from others.
         guard: Keeps errors of the watch away from the step.
-        plan: The steps to watch.
         cuda: Whether the run is on a CUDA device.
         why_not: Called once, before the first step, for a reason not to use the mode; empty if there is none. A
             compiled model would fall back to eager mode under it.
@@ -64,14 +58,12 @@ class StepWatch(Listener):
         self,
         sources: Sources,
         guard: Guard,
-        plan: Plan = ALL,
         *,
         cuda: bool = False,
         why_not: Callable[[], str] = str,
     ) -> None:
         self.sources = sources
         self.guard = guard
-        self.plan = plan
         self.cuda = cuda
         # None if another profile function is set, which this one would replace.
         self.table = CallTable(self._note_call) if sys.getprofile() is None else None
@@ -79,7 +71,10 @@ class StepWatch(Listener):
         self.reason = ""  # why the mode was not used
         self.anomaly = False  # whether autograd's anomaly detection was on
         self.biases: set[int] = set()  # ids of the biases that a norm cancels
-        self.origins = Origins()
+        # Seconds of torch's functions by the calling function, in steps and in batches of validation.
+        self.computed: dict[str, dict[tuple[str, str], float]] = {"steps": {}, "validation": {}}
+        self.validated = 0  # watched batches of validation
+        self._part = "steps"
         self._why_not: Callable[[], str] | None = why_not
         self._mode = _Functions(self)
         self._counts: dict[tuple[str, str, Site, str], list[Any]] = {}
@@ -87,22 +82,29 @@ class StepWatch(Listener):
         self._calling = 0  # the thread of the current call
         self._waited = False  # whether it has waited for the device
 
-    def fetched(self, step: int) -> None:
-        """Start, if the step is to be watched."""
-        if self.plan.watches(step):
-            # Starting inside ``training_step`` would end contexts out of order with those that the user enters there.
-            self.anomaly = torch.is_anomaly_enabled()
-            self.resume()
+    def begin_step(self) -> None:
+        """Watch the step whose batch has arrived."""
+        # Starting inside ``training_step`` would end contexts out of order with those that the user enters there.
+        self.anomaly = torch.is_anomaly_enabled()
+        self._part = "steps"
+        self.resume()
 
-    def end_step(self, step: int) -> None:
+    def end_step(self) -> None:
         """Stop, and count the step."""
         if self._started is not None:
             self.pause()
             self.watched += 1
 
-    def drop_step(self, step: int) -> None:
-        """Stop without counting the step."""
-        self.pause()
+    def begin_validation(self) -> None:
+        """Watch a batch of validation, for the time of torch's functions alone."""
+        self._part = "validation"
+        self.resume()
+
+    def end_validation(self) -> None:
+        """Stop, and count the batch."""
+        if self._started is not None:
+            self.pause()
+            self.validated += 1
 
     def resume(self) -> None:
         """Start or continue watching; after an error nothing of it remains."""
@@ -110,7 +112,6 @@ class StepWatch(Listener):
             return
         if self._why_not is not None:
             self.reason, self._why_not = self._why_not(), None
-        self.origins = Origins()
         with ExitStack() as started:
             if self.cuda:
                 started.enter_context(report_waits(self._note_wait))
@@ -139,7 +140,7 @@ class StepWatch(Listener):
 
     def note(self, kind: str, name: str, site: Site | None, seconds: float = 0.0, within: str = "") -> None:
         """Count one event at ``site``; without a site it is not the user's doing."""
-        if site is not None:
+        if site is not None and self._part == "steps":
             entry = self._counts.setdefault((kind, name, site, within), [0, set(), 0.0])
             entry[0] += 1
             entry[1].add(self.watched)
@@ -162,6 +163,10 @@ class StepWatch(Listener):
         finally:
             self._calling = 0
         seconds = time.perf_counter() - start
+        code = frame.f_code
+        if self.sources.owns_file(code.co_filename):
+            sums, key = self.computed[self._part], (code.co_filename, code.co_name)
+            sums[key] = sums.get(key, 0.0) + seconds
         self.guard.note(self._note_torch, getattr(func, "__name__", ""), args, kwargs, result, frame, seconds)
         return result
 
@@ -169,7 +174,7 @@ class StepWatch(Listener):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, frame: FrameType, seconds: float
     ) -> None:
         tensors = find_tensors(args, kwargs)
-        judge = self._judge_on_cuda if self.cuda else self._judge_as_on_cuda
+        judge = self._judge_on_cuda if self.cuda else self._judge_by_name
         kind, shown = judge(name, args, kwargs, tensors, result)
         if kind:
             within = self.sources.library(frame) if kind == "sync" else ""
@@ -191,17 +196,12 @@ class StepWatch(Listener):
             return "moved", uploaded or f".{name}(...)"
         return "sync", fetch(name, args, kwargs) or generic_name(name)
 
-    def _judge_as_on_cuda(
+    def _judge_by_name(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> tuple[str, str]:
-        """Return the same for a run on the CPU, as if its module and batches were on a GPU."""
-        on_host = self.origins.are_on_host(tensors)
-        if isinstance(result, torch.Tensor) and self.origins.follow(name, args, kwargs, tensors, result):
-            return "moved", f".{name}(...)"
+        """Return kind and name of what a call did in a run on the CPU, where nothing waits."""
         if copied := copied_array(name, args, kwargs):
             return "copied", copied
-        if on_host:
-            return "", ""
         if fetched := fetch(name, args, kwargs):
             return "sync", fetched
         uploaded = upload(name, args, kwargs)

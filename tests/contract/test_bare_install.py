@@ -159,8 +159,8 @@ def test_imports_inside_functions_are_required_or_optional_packages():
 def test_doctor_convert_and_tune_run(bare):
     assert "torch" in bare("doctor").stdout
     (bare.folder / "train.py").write_text(SCRIPT)
-    done = bare("doctor", "train.py")
-    assert (bare.folder / "runs" / "doctor" / "doctor.txt").exists(), done.stderr
+    done = bare("doctor", "--json", "doctor.json", "train.py")
+    assert (bare.folder / "doctor.json").exists(), done.stderr
     code = "import torch; m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
     code += "torch.save({'model': m.state_dict(), 'optimizer': o.state_dict(), 'epoch': 1}, 'old.pt')\n"
     code += "import numpy, os; os.makedirs('arrays/a'); numpy.save('arrays/a/1.npy', numpy.ones((2, 3)))"

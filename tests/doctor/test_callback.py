@@ -3,7 +3,6 @@
 import cProfile
 import gc
 import io
-import json
 import linecache
 import os
 import sys
@@ -24,9 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import lightning_turbo
 from lightning_turbo import ApexAMP, Doctor, PrefetchDataModule
 from lightning_turbo.doctor.report import as_text
-from tests.doctor import doctor_ranks_worker
 from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, images, rules, trained, trainer
-from tests.ranks import run_ranks
 
 pytestmark = QUIET
 
@@ -276,80 +273,6 @@ def test_cprofile_records_the_same_calls_with_the_doctor():
     assert ("progress-bar-sync" in rules(doctor)) == (sys.version_info >= (3, 12))
 
 
-def test_recompilations_and_graph_breaks_are_counted():
-    def compute_error(x):
-        torch._dynamo.graph_break()
-        return x.square().mean()
-
-    class Shapes(Noisy):
-        error = staticmethod(torch.compile(compute_error, backend="eager", dynamic=False))
-
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) + self.error(batch[0][0, 0, : 1 + batch_idx % 6])
-
-    torch._dynamo.reset()
-    trained(doctor := Doctor(warmup=3, timed=1, watched=2), model=Shapes)
-    torch._dynamo.reset()
-    assert {"recompiles", "graph-breaks"} <= rules(doctor)
-    facts = doctor.report.facts
-    assert sum(facts.seen.recompilations.values()) == 3, "one for each new size after warmup"
-    assert all(__file__ in place for place in [*facts.seen.recompilations, *facts.seen.graph_breaks])
-    trained(doctor := Doctor(**SHORT))
-    assert not {"recompiles", "graph-breaks"} & rules(doctor), "those of another run do not count"
-
-
-# Several ranks
-
-
-def found_on_ranks(folder, *cases):
-    """Run the cases on two ranks, and return the findings about ranks in the reports of rank 0."""
-    run_ranks(doctor_ranks_worker.main, folder, *cases, timeout=400)
-    reports = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(cases))]
-    assert all(len(report["ranks"]) == 2 and report["notes"] == [] for report in reports)
-    return [[f for f in report["findings"] if f["rule"] == "slow-rank"] for report in reports]
-
-
-SAID = {
-    "": [],
-    "loading": ["rank 1", "loading", "rank 0 waits", "return DataLoader(Data(self.case)"],
-    "step": ["rank 1", "training_step", "rank 0 waits", "def training_step"],
-    "long step": ["rank 1", "training_step", "rank 0 waits", "def training_step"],
-    "hook": ["rank 0", "Model.on_train_batch_end", "rank 1 waits", "def on_train_batch_end"],
-    "start": ["rank 1", "before fit", "rank 0 waits", "trainer.fit(model, data)"],
-    "setup": ["rank 1", "setting up the data", "rank 0 waits", "def setup"],
-    "validation": ["rank 1", "validation", "rank 0 waits", "def validation_step"],
-}
-
-
-def check_said(case, findings):
-    assert len(findings) == (case != ""), (case, findings)
-    for finding in findings:
-        line = linecache.getline(finding["site"]["file"], finding["site"]["line"])
-        text = f"{finding['what']} {finding['cost']} {line}"
-        assert all(words in text for words in SAID[case]), (case, text)
-
-
-@pytest.mark.distributed
-def test_a_slow_rank_is_reported_with_its_line(tmp_path):
-    (found,) = found_on_ranks(tmp_path, "long step")
-    check_said("long step", found)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_slow_rank_is_reported_in_ten_of_ten_runs(tmp_path):
-    cases = list(SAID) * 10
-    for case, findings in zip(cases, found_on_ranks(tmp_path, *cases), strict=True):
-        check_said(case, findings)
-
-
-@pytest.mark.distributed
-def test_a_rank_without_a_doctor_is_mentioned_and_not_waited_for(tmp_path):
-    run_ranks(doctor_ranks_worker.main, tmp_path, "alone")
-    (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert report["notes"] == ["ranks 1 reported nothing: who waits for whom is not known"]
-
-
 # How a run ends. The tests of the command have runs that fail, are interrupted, or are too short.
 
 
@@ -401,7 +324,7 @@ def test_an_error_in_validation_ends_the_doctor():
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "file").write_text("")
-    doctor = Doctor(text=tmp_path / "file" / "report.txt", **SHORT)
+    doctor = Doctor(json=tmp_path / "file" / "report.json", **SHORT)
     with pytest.warns(UserWarning, match="Doctor could not write its report"):
         module = trained(doctor)
     assert len(module.losses) == 12
@@ -430,8 +353,8 @@ def test_the_report_is_printed_in_any_encoding(encoding, name, monkeypatch):
     ({"watched": 1}, ValueError, "watched: expected 2 steps or more, or 0, got 1"),
     ({"timed": True}, TypeError, "timed: expected a number of steps, got True"),
     ({"json": 3}, TypeError, r"Doctor\(json=3\): expected the path of the file to write, or None"),
-    ({"border": "later"}, ValueError, "border: expected one of 'wait', 'cut', 'skip', got 'later'"),
-    ({"border": "cut"}, ValueError, "border: expected 'wait' or 'skip' without stop=True"),
+    ({"minutes": -1}, ValueError, "minutes: expected a number of minutes, 0 or more, got -1"),
+    ({"minutes": None}, ValueError, "minutes: expected a number of minutes, 0 or more, got None"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(given, error, message):
     with pytest.raises(error, match=message):
@@ -442,7 +365,7 @@ def test_wrong_arguments_are_refused(given, error, message):
 
 
 HERE = os.path.join(os.path.dirname(lightning_turbo.__file__), "doctor") + os.sep
-HEAVY = {"Session", "FitClock", "StepWatch", "CallTable", "Sources", "_Functions"}
+HEAVY = {"Session", "Timeline", "StepWatch", "CallTable", "Sources", "_Functions", "Sampler", "WorkerSamples"}
 
 
 class Looks(Callback):
@@ -472,7 +395,7 @@ class Looks(Callback):
 
 
 def test_the_doctor_removes_everything_from_the_trainer_after_its_steps():
-    looks, doctor = Looks(), Doctor(**SHORT, border="skip")
+    looks, doctor = Looks(), Doctor(**SHORT, minutes=0)
     module = trained(looks, doctor, max_epochs=2)
     assert set(looks.seen[:3]) == {(True, 0, False, "PassThroughProfiler")}
     assert set(looks.seen[3:6]) == {(True, 1, True, "PassThroughProfiler")}
@@ -510,7 +433,8 @@ def test_costs_of_an_epoch_of_unknown_length_are_reported_with_its_length(batche
     found = [each.level for each in doctor.report.findings if each.rule == "slow-first-batch"]
     assert found == (["warning"] if known else [])
     said = " ".join(as_text(doctor.report).split())
-    assert ("how many batches an epoch has is not known, here it is 8" in said) == (not known)
+    assert ("What was seen of the fit, no whole epoch, takes" in said) == (not known)
+    assert ("the end of the epoch, unknown, was not waited for" in said) == (not known)
 
 
 def test_hooks_of_the_doctor_can_log():
@@ -522,14 +446,7 @@ def test_hooks_of_the_doctor_can_log():
     runs.fit(Noisy())
     assert doctor.report is not None
     assert runs.logged_metrics["seen"] == 1.0
-    assert doctor.log is None, "the module is not kept alive"
-
-
-def test_log_without_a_module_starts_nothing():
-    doctor = Doctor(**SHORT)
-    doctor.log = log = lambda *args: None
-    assert doctor.log is log
-    assert doctor.report is None
+    assert not hasattr(doctor, "log"), "the module is not kept alive"
 
 
 def test_an_error_before_training_is_raised_unchanged_without_a_report(tmp_path):
@@ -537,7 +454,7 @@ def test_an_error_before_training_is_raised_unchanged_without_a_report(tmp_path)
         def validation_step(self, batch, batch_idx):
             raise ZeroDivisionError("mine")
 
-    doctor, second = Doctor(**SHORT, text=tmp_path / "report.txt"), Doctor(**SHORT)
+    doctor, second = Doctor(**SHORT, json=tmp_path / "report.json"), Doctor(**SHORT)
     with pytest.raises(ZeroDivisionError):
         trained(doctor, second, model=Fails, num_sanity_val_steps=1)
     assert (doctor.report, second.report) == (None, None)
@@ -555,3 +472,70 @@ def test_an_error_after_the_report_is_raised_unchanged():
         trained(doctor := Doctor(**SHORT), second, model=Fails)
     assert doctor.report.short == ""
     assert second.report is None
+
+
+# What the report waits for
+
+
+class Late(Noisy):
+    """An epoch of 12 steps, with a validation after each 8."""
+
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.02)
+
+    def val_dataloader(self):
+        return DataLoader(images(8), batch_size=4)
+
+
+def seen_of(**more):
+    doctor = Doctor(**SHORT, **{"minutes": 5, **more.pop("doctor", {})})
+    trained(doctor, model=Late, max_epochs=2, **more)
+    return doctor.report.facts.fit
+
+
+def test_the_report_waits_for_the_border_of_an_epoch():
+    fit = seen_of()
+    assert (fit.is_epoch, fit.has_border, fit.batches, fit.validations, fit.validated) == (True, True, 12, 1, 2)
+    assert min(fit.of("steps"), fit.of("validation"), fit.of("hooks"), fit.of("first batch")) > 0
+    assert fit.of("validation") > 0.04
+
+
+def test_a_report_that_waits_for_nothing_comes_after_the_watched_steps():
+    fit = seen_of(doctor={"minutes": 0})
+    assert (fit.is_epoch, fit.has_border, fit.batches, fit.validations) == (False, False, 6, 0)
+
+
+def test_a_validation_is_waited_for_where_the_border_is_far(monkeypatch):
+    # The validation after two more steps is 200 seconds away, and the end of the epoch 600.
+    monkeypatch.setattr("lightning_turbo.doctor.session.Session.step_seconds", lambda self: 100.0)
+    fit = seen_of(val_check_interval=8)
+    assert (fit.is_epoch, fit.batches, fit.validations) == (False, 8, 1)
+
+
+def test_the_report_comes_when_the_minutes_are_over():
+    class Slow(Noisy):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.1)
+            return super().training_step(batch, batch_idx)
+
+    trained(doctor := Doctor(warmup=1, timed=8, watched=2, minutes=0.005), model=Slow)
+    assert "The run was ended by the limit of minutes after" in doctor.report.short
+    assert "the 0.005 minutes were over before everything was seen" in doctor.report.facts.notes
+
+
+def test_the_lines_of_a_validation_are_seen_with_its_part():
+    doctor = Doctor(**SHORT)
+    trained(doctor, model=Late, max_epochs=2)
+    lines = [each for each in doctor.report.facts.lines if each.part == "validation"]
+    assert "time.sleep(0.02)" in {each.text for each in lines}
+
+
+def test_a_loader_and_its_workers_are_as_they_were():
+    loader = DataLoader(images(48), batch_size=4, num_workers=1, persistent_workers=True)
+    before = dict(vars(loader))
+    torch.manual_seed(7)
+    runs = trainer(Doctor(**SHORT), max_epochs=2)
+    runs.fit(Noisy(), loader)
+    after = {name: value for name, value in vars(runs.train_dataloader).items() if name in before}
+    assert "_get_iterator" not in vars(runs.train_dataloader)
+    assert after["worker_init_fn"] is before["worker_init_fn"]

@@ -1,6 +1,5 @@
 """The check of the machine: without Lightning or a device, and with a line for each part."""
 
-import json
 import subprocess
 import sys
 
@@ -69,11 +68,8 @@ def test_gpus_are_read_from_nvidia_smi(script, names, tmp_path):
 
 
 @pytest.mark.parametrize(("lines", "status"), [(LINES, 1), (LINES[:1], 0)])
-def test_the_environment_command_prints_text_or_json_and_fails_on_a_fault(lines, status, monkeypatch, capsys):
+def test_the_environment_command_fails_on_a_fault(lines, status, monkeypatch, capsys):
     monkeypatch.setattr(environment, "check", lambda: lines)
-    assert cli.main(["doctor", "--json"]) == status
-    rows = json.loads(capsys.readouterr().out)
-    assert rows[0] == {"name": "torch", "status": "ok", "what": "2.6", "remedy": ""}
     assert cli.main(["doctor"]) == status
     text = capsys.readouterr().out
     assert "ok     torch" in text

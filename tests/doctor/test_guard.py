@@ -27,11 +27,12 @@ def fails(*given, **more):
 
 PLACES = {
     "the start": "session.Session.__init__",
-    "the start of fit": "session.FitClock",
+    "the start of fit": "session.Timeline",
     "a look at a batch": "collect.batch_facts",
-    "between two steps": "reads.BytesRead.end_step",
+    "between two steps": "session.Session.step_seconds",
+    "the lines": "session.lines_of",
     "in a call of torch": "watch.find_tensors",
-    "after a call of torch": "watch.StepWatch._judge_as_on_cuda",
+    "after a call of torch": "watch.StepWatch._judge_by_name",
     "in a call of Python": "watch.StepWatch._note_python",
     "after a watched step": "retention.Retention.measure",
     "the facts": "collect.run_facts",
@@ -56,16 +57,15 @@ def test_an_error_of_the_doctor_is_one_line_and_does_not_change_the_run(place, m
 
 @pytest.mark.usefixtures("contained")
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_the_doctor_ends_a_script_with_shortened_epochs(place, monkeypatch, tmp_path, capfd):
-    """Its epochs may be shortened: its results must not overwrite the weights of a long run."""
+def test_an_error_of_the_doctor_ends_a_script_as_the_report_would(place, monkeypatch, tmp_path, capfd):
     (tmp_path / "last").write_text("of a long run")
 
     class Saves(Noisy):
-        def on_train_epoch_end(self):
+        def on_fit_end(self):
             (tmp_path / "last").write_text("of some steps")
 
     monkeypatch.setattr(f"lightning_turbo.doctor.{PLACES[place]}", fails)
-    doctor = Doctor(**SHORT, stop=True, border="cut")
+    doctor = Doctor(**SHORT, stop=True)
     assert status_of_child(lambda: trained(doctor, model=Saves, max_epochs=2)) == 1
     assert "The program is ended, as it would be after the report." in capfd.readouterr().out
     assert (tmp_path / "last").read_text() == "of a long run"

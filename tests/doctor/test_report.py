@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_turbo.doctor.clock import PHASES
-from lightning_turbo.doctor.facts import Facts, FitFacts, PartTime, Seen, Site
+from lightning_turbo.doctor.facts import Facts, FitFacts, LineTime, Seen, Site
 from lightning_turbo.doctor.report import Report, as_json, as_text, verdict
 from lightning_turbo.doctor.rules.rule import Finding, Place
-from lightning_turbo.doctor.timing import Segment, sum_phases
+from lightning_turbo.doctor.timeline import PHASES
 
 EVIL = "</style><script>alert('x')</script>&\"<b>"
 
@@ -27,11 +26,11 @@ def finding(site=SITE, **more):
 
 @pytest.fixture
 def report():
-    timeline = (Segment("", "data", 0.0, 0.001), Segment(f"[Callback]{EVIL}.on_train_start", "hooks", 0.001, 0.004))
+    phases = {**dict.fromkeys(PHASES, 0.0), "data": 0.001, "hooks": 0.004}
+    lines = (LineTime(sites=(SITE,), seconds=0.001, own=0.001, text=EVIL),)
     return Report(
-        facts=Facts(timed=3, seen=Seen(watched=2), phases=sum_phases(list(timeline)), notes=(f"note {EVIL}",)),
+        facts=Facts(timed=3, seen=Seen(watched=2), phases=phases, notes=(f"note {EVIL}",), lines=lines),
         findings=(finding(), finding(level="info", site=None), finding(rule="other", level="error")),
-        timeline=timeline,
         short=f"too short {EVIL}",
     )
 
@@ -40,7 +39,6 @@ def test_json_and_text_have_one_total(report):
     text, data = as_text(report), as_json(report)
     assert "The mean step takes 5.000 ms:" in text
     assert "20% of its 5.00 ms" in text.splitlines()[0]
-    assert data["step_seconds"] == pytest.approx(sum(each["seconds"] for each in data["timeline"]))
     assert data["step_seconds"] == pytest.approx(sum(each["seconds"] for each in data["phases"]))
 
 
@@ -84,14 +82,27 @@ def test_the_text_report_fits_the_terminal(report):
     assert max(map(len, as_text(plain, width=60).splitlines())) <= 60
 
 
-@pytest.mark.parametrize(("epochs", "took"), [(11, "110.0 s"), (12, "2.0 minutes"), (720, "2.0 hours")])
-def test_the_time_of_the_fit_has_a_suitable_unit(report, epochs, took):
-    fit = FitFacts(parts=(PartTime(name="steps", each=10.0),), epochs=epochs, batches=100, knows_length=True)
+@pytest.mark.parametrize(("waits", "title"), [(False, "Bound by your own lines"), (True, "Idle")])
+def test_the_verdict_tells_the_users_lines_from_the_network(waits, title):
+    lines = (LineTime(sites=(SITE,), seconds=0.07, own=0.064, waits=waits),)
+    said = verdict(Facts(phases={"forward": 0.09, "backward": 0.01}, lines=lines))
+    assert said.startswith(f"{title}: your step takes 100.00 ms, of which 64.00 ms")
+
+
+@pytest.mark.parametrize(("whole", "title"), [(True, "An epoch takes 12.5 s"), (False, "no whole epoch, takes 12.5 s")])
+def test_the_table_of_the_fit_has_what_was_seen(report, whole, title):
+    parts = {"set-up": 3.0, "steps": 10.0, "validation": 2.5, "hooks": 0.001}
+    fit = FitFacts(parts=parts, is_epoch=whole, batches=100, validations=1, validated=4)
     text = as_text(Report(facts=replace(report.facts, fit=fit), findings=()), 120)
-    assert f"{epochs} epochs take {took}:" in " ".join(text.split()), text
+    assert f"{title} (100 steps, 4 batches of validation), after set-up:" in " ".join(text.split())
+    assert "10.000 s  80.0%" in text
+    assert "hooks at the borders" not in text
 
 
-def test_report_files_are_written_and_their_folder_is_created(report, tmp_path):
-    report.save(text=tmp_path / "new" / "r.txt", json=tmp_path / "new" / "r.json")
-    assert (tmp_path / "new" / "r.txt").read_text(encoding="utf-8") == as_text(report, 100) + "\n"
-    assert json.loads((tmp_path / "new" / "r.json").read_text(encoding="utf-8")) == as_json(report)
+def test_the_report_file_is_written_and_its_folder_is_created(report, tmp_path):
+    report.save(tmp_path / "new" / "r.json")
+    data = json.loads((tmp_path / "new" / "r.json").read_text(encoding="utf-8"))
+    assert data == as_json(report)
+    assert data["lines"][0]["places"] == [f"/{EVIL}.py:3"]
+    report.save()
+    assert [each.name for each in tmp_path.iterdir()] == ["new"]

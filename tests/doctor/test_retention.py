@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from lightning_turbo.doctor.clock import Plan
 from lightning_turbo.doctor.retention import Retention
 from lightning_turbo.doctor.source import Sources
 
@@ -18,9 +17,9 @@ class Own(nn.Linear):
 
 def test_a_weight_computed_in_each_forward_pass_is_not_a_kept_graph():
     layer = nn.utils.spectral_norm(Own(2, 2))
-    retention = Retention(Plan(0, 0, 2), nn.Sequential(layer))
-    for step in range(2):
+    retention = Retention(nn.Sequential(layer))
+    for _ in range(2):
         layer(torch.ones(1, 2))
-        retention.end_step(step)
+        retention.measure()
     assert layer.weight.grad_fn is not None, "it holds a graph like any other"
     assert [part.name for part in retention.find(Sources([]))] == ["0.last"]

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_turbo.doctor.clock import PHASES
 from lightning_turbo.doctor.facts import (
     Call,
     Facts,
     FitFacts,
     HookTime,
+    LineTime,
     Loader,
     OptimizerFacts,
     Part,
-    PartTime,
-    Rank,
     RunSettings,
     SchedulerFacts,
     Seen,
@@ -27,6 +25,7 @@ from lightning_turbo.doctor.facts import (
 from lightning_turbo.doctor.report import Report, as_json, as_text
 from lightning_turbo.doctor.rules import RULES, diagnose
 from lightning_turbo.doctor.rules.rule import LEVELS
+from lightning_turbo.doctor.timeline import PHASES
 
 SITE = Site(file="train.py", line=7)
 MIB = 2**20
@@ -57,23 +56,26 @@ def cyclic(**more):
     return (SchedulerFacts(name="CyclicLR", site=SITE, aim="its first cycle", **more),)
 
 
-def rank(outside=0.0, **phases):
-    """Return a rank with steps of 40 ms, in which the phases take these seconds."""
-    steps = ({"data": 0.001, "forward": 0.02, "backward": 0.019, **phases},) * 10
-    return Rank(steps=steps, outside={"before fit": outside, "setting up the data": 70 - outside, "": 1.0})
+def line(seconds=0.02, number=7, **more):
+    """Return a line that takes these seconds of its own."""
+    site = Site(file="train.py", line=number, function="training_step")
+    given = {"seconds": seconds, "own": seconds, "text": "total += k", **more}
+    return LineTime(**{"sites": (site,), **given})
 
-
-VALIDATES = replace(rank(), outside={"before fit": 0.0, "setting up the data": 70.0, "validation": 0.4, "": 1.0})
 
 WORKERS = replace(LOADER, workers=2)
 
 
-def fit(loader=LOADER, validations=1.0, hooks=(), known=True, **parts):
+def fit(loader=LOADER, validations=1, hooks=(), epoch=True, lines=(), **parts):
     """Return a run with epochs of 10 seconds, and other parts with these seconds."""
     rest = 10.0 - sum(parts.values()) if sum(parts.values()) < 5 else 10.0
-    times = tuple(PartTime(name=name, each=seconds) for name, seconds in {"steps": rest, **parts}.items())
-    facts = FitFacts(parts=times, epochs=9, batches=100, validations=validations, hooks=hooks, knows_length=known)
-    return replace(CPU, fit=facts, loader=loader, validation_loader=loader, epochs=9, batches=100)
+    facts = FitFacts(
+        parts={"steps": rest, **parts}, is_epoch=epoch, batches=100, validations=validations, saves=1, hooks=hooks
+    )
+    return replace(
+        CPU, fit=facts, loader=loader, validation_loader=loader, epochs=9, batches=100, lines=lines,
+        phases={"forward": 0.1},
+    )  # fmt: skip
 
 
 # Rule -> cases of (facts, the expected level, or None for no finding).
@@ -117,8 +119,8 @@ CASES = {
         (CPU, None),
     ],
     "compute-bound": [
-        (replace(CPU, phases={"forward": 0.09}, calls=calls("wait", seconds=0.24)), None),  # more than half of it
-        (replace(CPU, phases={"forward": 0.09}, calls=calls("wait", seconds=0.12)), "info"),
+        (replace(CPU, phases={"forward": 0.09}, lines=(line(0.046),)), None),  # more than half of it
+        (replace(CPU, phases={"forward": 0.09}, lines=(line(0.044),)), "info"),
         (replace(CPU, phases={"data": 0.01, "forward": 0.09}), "info"),
         (replace(CPU, phases={"forward": 0.01, "backward": 0.01, "optimizer": 0.01, "copy": 0.02}), "info"),
         (replace(CPU, phases=SLOW), None),
@@ -168,7 +170,6 @@ CASES = {
         (fit(replace(WORKERS, persistent_workers=True), start=0.7, **{"first batch": 0.5}), None),
         (replace(fit(WORKERS, **{"validation start": 1.2}), loader=LOADER), "warning"),
         (replace(fit(WORKERS, **{"validation start": 0.5}), loader=LOADER), "info"),
-        (replace(fit(WORKERS, validations=0.1, **{"validation start": 1.0}), loader=LOADER), None),
         (replace(fit(WORKERS), loader=LOADER), None),
     ],
     "lost-sampler": [
@@ -180,25 +181,6 @@ CASES = {
         (replace(CPU, world_size=1, loader=replace(LOADER, sharded=False)), None),
         (replace(CPU, world_size=2, loader=replace(LOADER, sharded=False), gives_sampler=False), None),
     ],
-    "slow-rank": [
-        (replace(CPU, ranks=(rank(), rank(forward=0.026, backward=0.011))), "warning"),  # of a step of 40 ms
-        (replace(CPU, ranks=(rank(), rank(forward=0.0255, backward=0.0145))), "warning"),
-        (replace(CPU, ranks=(rank(), rank(forward=0.0245, backward=0.0155))), None),  # not above 5 ms
-        (replace(CPU, ranks=(rank(), rank(forward=0.026), rank(forward=0.026))), None),  # no rank waits
-        (replace(CPU, ranks=(rank(backward=0.04), rank(data=0.02, backward=0.02))), "warning"),
-        (replace(CPU, ranks=(rank(outside=2.0), rank(outside=3.1))), "info"),
-        (replace(CPU, ranks=(rank(outside=3.0), rank(outside=4.1))), None),  # less than 1.5 times as long
-        (replace(CPU, ranks=(rank(outside=60.0), rank(outside=62.5))), None),  # the others only wait
-        (replace(CPU, ranks=(rank(outside=0.1), rank(outside=1.0))), None),  # not above a second
-        (replace(CPU, ranks=(VALIDATES, rank())), None),  # the second one has no batches to validate
-        (CPU, None),
-    ],
-    "whole-reads": [
-        (replace(CPU, read=4 * MIB + 1, batch=MIB), "info"),
-        (replace(CPU, read=4 * MIB + 1, batch=MIB, phases=SLOW), "warning"),
-        (replace(CPU, read=4 * MIB, batch=MIB), None),
-        (replace(CPU, read=MIB, batch=1000), None),
-    ],
     "many-objects": [
         (replace(CPU, phases=SLOW, objects=32, loader=replace(LOADER, workers=2)), "warning"),
         (replace(CPU, objects=32, loader=replace(LOADER, workers=2)), "info"),
@@ -207,13 +189,43 @@ CASES = {
         (replace(CPU, phases=SLOW, objects=32, loader=replace(LOADER, workers=2, prefetches=True)), None),
     ],
     "bias-before-norm": [(replace(CPU, biases=(Part(name="net.0", site=SITE),)), "info"), (CPU, None)],
-    "waits-without-computing": [
-        (replace(CPU, phases={"forward": 0.05}, calls=calls("wait", seconds=0.0201)), "warning"),  # 5 ms per step
-        (replace(CPU, phases={"forward": 0.05}, calls=calls("wait", seconds=0.0199)), "info"),
-        (replace(CPU, phases={"forward": 0.06}, calls=calls("wait", seconds=0.0201)), "info"),  # not above 10 %
-        (replace(CPU, phases={"forward": 0.06}, calls=calls("wait", seconds=0.0019)), None),
+    "slow-line": [
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.0101),)), "warning"),
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.0099),)), None),  # not a tenth of the step
+        (replace(CPU, phases={"forward": 0.003}, lines=(line(0.00049),)), None),  # not half a millisecond
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.02, waits=True),)), None),  # the other rule
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.09, own=0.001, torch=0.001),)), None),  # of the network
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.02, phase="hooks"),)), None),  # named with its hook
+        (replace(CPU, phases=SLOW, loader=LOADER, lines=(line(0.02, phase="data"),)), "warning"),
+        (replace(CPU, phases={"logging": 0.04}, lines=(line(0.005, phase="logging"),)), "info"),
+        (replace(CPU, phases={"logging": 0.04}, lines=(line(0.0051, phase="logging"),)), "warning"),
+        (replace(CPU, phases=SLOW, lines=(line(0.02, phase="data", where="in worker processes"),)), "warning"),
+        (fit(lines=(line(1.2, part="validation"),)), "warning"),
+        (fit(lines=(line(0.6, part="validation"),)), "info"),
+        (fit(lines=(line(0.4, part="validation"),)), None),
         (CPU, None),
     ],
+    "waits-without-computing": [
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.0101, waits=True),)), "warning"),
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.0099, waits=True),)), None),
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.02),)), None),
+        (replace(CPU, phases={"data": 0.1}, lines=(line(0.02, waits=True, phase="data"),)), None),
+        (CPU, None),
+    ],
+    "torch-outside": [
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.02, own=0.0, torch=0.0101),)), "info"),
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.02, own=0.0, torch=0.0099),)), None),
+        (replace(CPU, phases={"forward": 0.1}, lines=(line(0.09, own=0.05, torch=0.04),)), None),  # a slow line
+        (CPU, None),
+    ],
+    "processor-threads": [
+        (replace(CPU, threads=9), "warning"),
+        (replace(CPU, threads=8), None),
+        (replace(CPU, threads=8, local_ranks=2), "warning"),
+        (replace(CPU, threads=8, loader=WORKERS), "info"),
+        (replace(CPU, threads=1, loader=replace(WORKERS, workers=9)), None),  # the rule about workers
+    ],
+    "prints": [(replace(CPU, calls=calls("print")), "info"), (CPU, None)],
     "metric-in-step": [
         (replace(CPU, phases={"forward": 0.05}, calls=calls("metric", seconds=0.0201)), "warning"),
         (replace(CPU, phases={"forward": 0.05}, calls=calls("metric", seconds=0.0199)), "info"),
@@ -229,7 +241,7 @@ CASES = {
         (fit(**{"first batch": 1.2}), "warning"),
         (fit(start=0.7, **{"first batch": 0.5}), "warning"),
         (fit(**{"first batch": 0.6}), "info"),
-        (fit(known=False, **{"first batch": 3.0}), "info"),  # a stream, whose epochs may be much longer
+        (fit(epoch=False, **{"first batch": 3.0}), None),  # of an epoch that may be much longer
         (fit(**{"first batch": 0.4}), None),
         (fit(loader=WORKERS, **{"first batch": 3.0}), None),  # another rule reports processes that restart
         (CPU, None),
@@ -237,8 +249,9 @@ CASES = {
     "long-validation": [
         (fit(validation=9.0, **{"validation start": 2.0}), "warning"),
         (fit(validation=9.0), None),
-        (fit(validations=4.0, validation=2.0), "warning"),  # every few steps
-        (fit(validations=4.0, validation=1.0), None),
+        (fit(validations=4, validation=2.0), "warning"),  # every few steps
+        (fit(validations=4, validation=1.0), None),
+        (fit(epoch=False, validation=2.0), "warning"),  # before the end of an epoch
         (CPU, None),
     ],
     "slow-metrics": [(fit(metrics=1.2), "warning"), (fit(metrics=0.6), "info"), (fit(metrics=0.4), None)],
@@ -249,7 +262,12 @@ CASES = {
     ],
     "slow-hook": [
         (fit(hooks=(HookTime(name="[Callback]Mine.on_train_epoch_end", seconds=1.2),)), "warning"),
-        (fit(hooks=(HookTime(name="[Callback]Mine{'a': 1}.on_train_batch_end", seconds=0.6, in_steps=True),)), "info"),
+        (
+            fit(hooks=(HookTime(name="[Callback]Mine{'a': 1}.on_train_batch_end", seconds=0.0051, in_steps=True),)),
+            "info",
+        ),
+        (fit(hooks=(HookTime(name="[Callback]Mine.on_train_batch_end", seconds=0.0101, in_steps=True),)), "warning"),
+        (fit(hooks=(HookTime(name="[Callback]Mine.on_train_batch_end", seconds=0.0049, in_steps=True),)), None),
         (fit(hooks=(HookTime(name="[Callback]Mine.on_train_epoch_end", seconds=0.4),)), None),
     ],
     "wide-batch": [(replace(CPU, wide=("batch[0]",)), "warning"), (CPU, None)],
@@ -278,8 +296,6 @@ CASES = {
         (replace(CPU, accumulate=1, batches=10), None),
         (replace(CPU, accumulate=4, batches=10, ends_epoch=False), None),
     ],
-    "graph-breaks": [(replace(CPU, graph_breaks={"Data-dependent branching": 2}), "info"), (CPU, None)],
-    "recompiles": [(replace(CPU, recompilations={"net.py:3 forward: size": 1}), "warning"), (CPU, None)],
     "stepped-per-epoch": [
         (replace(CPU, epochs=9, schedulers=cyclic(length=10)), "warning"),
         (replace(CPU, epochs=10, schedulers=cyclic(length=10)), None),
@@ -316,8 +332,8 @@ def test_findings_are_sorted_by_level_and_cost():
     assert [what for _, what in found if what in ("cheap", "dear")] == ["dear", "cheap"]
 
 
-BY_TIME = ("waits-for-data", "workers", "copy-bound", "loop-overhead", "whole-reads", "many-objects", "small-groups",
-           "waits-without-computing", "metric-in-step", "slow-rank")  # fmt: skip
+BY_TIME = ("waits-for-data", "workers", "copy-bound", "loop-overhead", "many-objects", "small-groups",
+           "waits-without-computing", "metric-in-step", "slow-line")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BY_TIME)
@@ -334,15 +350,36 @@ def test_rules_based_on_settings_need_no_times():
     assert {rule.name for rule in RULES if rule.by_time} == set(BY_TIME)
 
 
-def test_costs_are_compared_per_epoch():
+def test_costs_are_compared_for_what_was_seen():
     slow = fit(checkpoints=2.0)
-    in_steps = replace(slow, calls=calls("wait", seconds=0.04), phases={"forward": 0.05})  # 10 ms of 100 steps: 1 s
-    assert [each.rule for each in diagnose(in_steps) if each.level == "warning"] == [
-        "slow-checkpoint",
-        "waits-without-computing",
-    ]
-    longer = replace(in_steps, batches=1000)
-    assert diagnose(longer)[0].rule == "waits-without-computing"
+    in_steps = replace(slow, lines=(line(0.015),))  # 15 ms of 100 steps: 1.5 s
+    assert [each.rule for each in diagnose(in_steps) if each.level == "warning"] == ["slow-checkpoint", "slow-line"]
+    longer = replace(in_steps, fit=replace_fields(in_steps.fit, batches=1000))
+    assert diagnose(longer)[0].rule == "slow-line"
+
+
+def test_lines_of_one_function_are_one_finding():
+    sites = tuple(Site(file="/t.py", line=n, function="slow") for n in (3, 5))
+    facts = replace(CPU, phases={"forward": 0.1}, lines=(line(0.06, sites=sites, call="sleep", text="wait(1)"),))
+    (finding,) = (each for each in diagnose(facts) if each.rule == "slow-line")
+    assert [place.site.line for place in finding.places] == [3, 5]
+    assert finding.what == "`wait(1)`, in sleep() takes 60% of the step, in training_step (and 1 more)"
+    assert (finding.seconds, finding.cost) == (0.06, "60.00 ms a step (sampled)")
+    assert facts.bound == "lines"
+    (compute,) = (each for each in diagnose(replace(facts, lines=(line(0.04),))) if each.rule == "compute-bound")
+    assert compute.what.startswith("60% of the step is forward, backward and optimizer besides the lines named here")
+
+
+@pytest.mark.parametrize(("loader", "words", "others"), [
+    (LOADER, "num_workers=1", "Raise"), (WORKERS, "Raise num_workers", "num_workers=1"),
+    (replace_fields(LOADER, workers=8), "Make it cheaper", "num_workers"),
+    (replace_fields(LOADER, standard=False), "Make it cheaper", "num_workers"),
+])  # fmt: skip
+def test_the_remedy_for_a_line_that_loads_has_an_effect_on_the_loader(loader, words, others):
+    facts = replace(CPU, phases=SLOW, loader=loader, lines=(line(0.02, phase="data"),))
+    (finding,) = (each for each in diagnose(facts) if each.rule == "slow-line")
+    assert words in finding.remedy
+    assert others not in finding.remedy
 
 
 BOUND_BY = {"data": "waits-for-data", "compute": "compute-bound", "copy": "copy-bound", "loop": "loop-overhead"}

@@ -30,7 +30,7 @@ def seen(watch, function, *args):
     try:
         function(*args)
     finally:
-        watch.end_step(0)
+        watch.end_step()
     return sorted((call.kind, call.name, call.count) for call in watch.calls())
 
 

@@ -16,12 +16,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_turbo import ApexAMP, ExactAccumulation
 from tests.integration.doctor_runs import Base, ManualBase, images
 FOLDER = os.path.dirname(__file__)
-class Sleeps(Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, i):
-        time.sleep(0.005)
-        return torch.ones(1)
 """
 STEP = """
 class Model(Base):
@@ -52,13 +46,10 @@ SICK_STEPS = [
     ("retained-graph", ["self.total = getattr(self, 'total', 0.0) + loss"]),
     ("retained-graph", ["self.seen = {**getattr(self, 'seen', {}), batch_idx: {'loss': loss}}"]),
     ("retained-graph", ["self.ring = [loss]; self.ring.append(self.ring)"]),
-    ("made-on-host", ["noise = torch.randn(4, 8)", "loss = loss + noise.to(self.device).mean()"]),
-    ("made-on-host", ["noise = torch.randn(4, 8)", "loss = loss + noise.type_as(batch[0]).mean()"]),
-    ("made-on-host", ["noise = torch.ones(4, 8) * 2", "loss = loss + (noise + 1).to(batch[0]).mean()"]),
     ("waits-without-computing", ["time.sleep(0.02)"]),
-    ("waits-without-computing", ["for _ in DataLoader(Sleeps(), batch_size=2): pass"]),
     ("waits-without-computing", ["import subprocess; subprocess.run(['sleep', '0.02'])"]),
     ("waits-without-computing", ["import threading; threading.Event().wait(0.02)"]),
+    ("prints", ["print('step', batch_idx)"]),
     ("anomaly-mode", ["with torch.autograd.detect_anomaly(): self.loss(batch)"]),
 ]
 SICK_SCHEDULES = [
@@ -118,17 +109,17 @@ class Model(Base):
         return DataLoader(Many(), batch_size=4, num_workers=1)  # <- many-objects
 ---
 class Slow(Callback):
-    def on_train_epoch_end(self, trainer, pl_module):  # <- slow-hook
-        time.sleep(0.1)
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):  # <- slow-hook
-        time.sleep(0.03)
+    def on_train_epoch_end(self, trainer, pl_module):
+        time.sleep(0.1)  # <- slow-hook
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        time.sleep(0.03)  # <- slow-hook
 
 Model = Base
 TRAINER = {"callbacks": [Slow()]}
 ---
 class Model(Base):
-    def validation_step(self, batch, batch_idx):  # <- long-validation
-        time.sleep(0.1)
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.1)  # <- long-validation, slow-line
     def val_dataloader(self):
         return DataLoader(images(12, 8), batch_size=4)
 ---
@@ -200,46 +191,45 @@ class Model(Base):
 
 TRAINER = {"max_epochs": 2}
 ---
-np.save(FOLDER + "/scan.npy", np.ones((64, 64, 64), dtype=np.float32))
+np.save(FOLDER + "/scan.npy", np.ones((256, 128, 128), dtype=np.float32))
 
 class Patches(Dataset):
     def __len__(self):
         return 40
     def __getitem__(self, i):
-        scan = torch.from_numpy(np.load(FOLDER + "/scan.npy"))  # <- whole-reads
+        scan = torch.from_numpy(np.load(FOLDER + "/scan.npy"))  # <- slow-line
         return scan[i, i, :8], i % 4
 
 class Model(Base):
     def train_dataloader(self):
         return DataLoader(torch.utils.data.Subset(Patches(), range(40)), batch_size=4)
 ---
-class Tensors(Dataset):
-    def __init__(self):
-        torch.save(torch.ones(64, 64, 64), FOLDER + "/scan.pt")
+class Words(Dataset):
     def __len__(self):
         return 80
     def __getitem__(self, i):
-        return torch.load(FOLDER + "/scan.pt")[i % 64, 0, :8], i % 4  # <- whole-reads
+        total = 0
+        for k in range(20000):
+            total += k * i  # <- slow-line
+        return torch.ones(8), total % 4
 
 class Model(Base):
     def train_dataloader(self):
-        return DataLoader(Tensors(), batch_size=4, num_workers=1, persistent_workers=True)
+        return DataLoader(Words(), batch_size=4, num_workers=1, persistent_workers=True)
+
+TRAINER = {"max_epochs": 2}
 ---
-class Scans(Dataset):
-    def __init__(self):
-        nibabel = pytest.importorskip("nibabel")
-        self.load = nibabel.load
-        noise = np.random.default_rng(0).normal(size=(80, 80, 80)).astype(np.float32)
-        nibabel.save(nibabel.Nifti1Image(noise, np.eye(4)), FOLDER + "/scan.nii.gz")
-    def __len__(self):
-        return 40
-    def __getitem__(self, i):
-        scan = self.load(FOLDER + "/scan.nii.gz").get_fdata(dtype=np.float32)  # <- whole-reads
-        return torch.from_numpy(scan[i, i, :8]), i % 4
-
 class Model(Base):
-    def train_dataloader(self):
-        return DataLoader(Scans(), batch_size=4)
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        for _ in range(40):
+            loss = loss + 0 * torch.ones(300, 300).matmul(torch.ones(300, 300)).sum()  # <- torch-outside
+        return loss
+---
+class Model(Base):
+    def training_step(self, batch, batch_idx):
+        self.words = [str(k) for k in range(20000)]  # <- slow-line
+        return self.loss(batch)
 ---
 Model = Base
 TRAINER = {

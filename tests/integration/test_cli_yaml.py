@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_turbo
-from lightning_turbo.doctor.clock import Plan
+from lightning_turbo.doctor.timeline import Plan
 from tests.dali_samples import make_photos
 from tests.trainers import FLAGS
 from tests.versions import KNOWS_WEIGHTS_ONLY
@@ -36,7 +36,7 @@ GIVEN = {
     "precision_plugin": {"class_path": "lightning_turbo.ApexAMP", "init_args": {"opt_level": "O2"}},
 }
 GOT = {"checkpoint_io.__class__": AsyncCheckpointIO, "precision_plugin.opt_level": "O2", **PARTS}
-DOCTOR = {"text": "seen.txt", "json": "seen.json"}
+DOCTOR = {"minutes": 2.0, "json": "seen.json"}
 
 SIZES = {"target": 64, "batch_size": 4}
 FORMAT = {"memory_format": "contiguous"}

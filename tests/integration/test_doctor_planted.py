@@ -12,7 +12,10 @@ from tests.integration.doctor_planted import CLEAN, PLANTED, script
 def findings(parts, folder):
     """Return the findings of ``lightning-turbo doctor`` for a fit, the most severe first."""
     (folder / "train.py").write_text(script(parts))
-    assert status_of_child(lambda: cli.main(["doctor", "--out", str(folder), str(folder / "train.py")])) == 0
+    assert (
+        status_of_child(lambda: cli.main(["doctor", "--json", str(folder / "doctor.json"), str(folder / "train.py")]))
+        == 0
+    )
     return json.loads((folder / "doctor.json").read_text())["findings"]
 
 

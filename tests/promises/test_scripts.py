@@ -4,11 +4,14 @@ import dataclasses
 import os
 import runpy
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_turbo import cli
+from lightning_turbo import Doctor, cli
 from lightning_turbo.measure import RoundTimer
 from lightning_turbo.tune.candidates import combine, list_candidates
 from lightning_turbo.tune.worker import measure_program
@@ -95,7 +98,7 @@ def test_a_script_under_the_doctor_keeps_what_it_saved(trained, capfd):
     output = "".join(capfd.readouterr())
     assert "Traceback" not in output
     assert status == 0, output[-3000:]
-    assert "step" in Path("runs", "doctor", "doctor.txt").read_text()
+    assert "The mean step takes" in output
     check_files(trained)
 
 
@@ -119,3 +122,37 @@ def test_a_script_under_tune_keeps_what_it_saved(names, trained, capfd):
     assert "measured 1" in output, output[-3000:]
     assert "Traceback" not in output
     check_files(trained)
+
+
+def slow():
+    total = 0
+    for number in range(300_000):
+        total += number * number
+    return total
+
+
+class Slow(BoringModel):
+    def training_step(self, batch, batch_idx):
+        slow()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("free_alarm")
+def test_the_doctor_names_the_line_that_computes(tmp_path):
+    doctor = Doctor(warmup=2, timed=5, watched=3)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=12,
+        logger=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[doctor],
+        default_root_dir=tmp_path,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Slow())
+    sites = [place.site for finding in doctor.report.findings for place in finding.places if place.site]
+    assert {site.function for site in sites} & {"slow", "training_step"}

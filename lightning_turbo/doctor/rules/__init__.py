@@ -2,7 +2,7 @@
 
 from lightning_turbo.doctor import guard
 from lightning_turbo.doctor.facts import Facts
-from lightning_turbo.doctor.rules import bounds, data, fit, model, optimization, ranks, waits  # noqa: F401
+from lightning_turbo.doctor.rules import bounds, data, fit, lines, model, optimization, waits  # noqa: F401
 from lightning_turbo.doctor.rules.rule import LEVELS, RULES, Finding, Rule
 
 __all__ = ["RULES", "diagnose"]
@@ -18,7 +18,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         The findings, most severe first and, within a level, most expensive first.
     """
     findings = [finding for each in RULES for finding in _apply(each, facts)]
-    return sorted(findings, key=lambda each: (LEVELS.index(each.level), -each.an_epoch(facts)))
+    return sorted(findings, key=lambda each: (LEVELS.index(each.level), -each.in_fit(facts)))
 
 
 def _apply(rule: Rule, facts: Facts) -> list[Finding]:

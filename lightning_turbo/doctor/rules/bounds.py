@@ -14,7 +14,7 @@ TURBO = {"SingleDeviceStrategy": "turbo", "DDPStrategy": "turbo_ddp"}
 
 
 def _hit(facts: Facts, bound: str, what: str, level: str, remedy: str) -> Hit:
-    seconds = facts.seconds_in(BOUNDS[bound])
+    seconds = facts.seconds_in(BOUNDS[bound]) - (facts.own if bound == "compute" else 0.0)
     share = seconds / facts.step
     # Not with ``format``, because names of hooks may contain braces.
     said = what.replace("{share}", f"{share:.0%}")
@@ -38,7 +38,8 @@ def _compute_bound(facts: Facts) -> Iterator[Hit]:
         remedies.append("MemoryFormat('channels_last') may speed up convolutions.")
     remedies.append("TurboStrategy(compile='blocks') compiles the network.")
     remedies.append("lightning-turbo tune SCRIPT measures which of them help.")
-    what = "{share} of the step is forward, backward and optimizer"
+    besides = " besides the lines named here" if facts.own else ""
+    what = f"{{share}} of the step is forward, backward and optimizer{besides}"
     yield _hit(facts, "compute", what, "info", " ".join(remedies))
 
 

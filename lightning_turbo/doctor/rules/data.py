@@ -10,9 +10,7 @@ from lightning_turbo.doctor.rules.rule import Hit, rule
 __all__: list[str] = []
 
 LARGE = 8 * 2**20  # bytes of a batch above which its copy takes noticeable time
-FAR_SMALLER = 4  # ratio of bytes read to bytes in the batch; decoded images and numbers as text stay below
 MANY = 32  # tensors per batch from which passing them between processes matters
-MUCH = 2**20  # bytes per step below which reading does not matter
 
 
 def _is_slow(facts: Facts) -> bool:
@@ -54,20 +52,6 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
         remedy = f"The worker processes are too slow: raise num_workers, or load less. {FASTER}"
     level = "warning" if _is_slow(facts) else "info"
     yield Hit(what, facts.loader.site, "{ms} ms a step (measured)", level, seconds=facts.phases["data"], remedy=remedy)
-
-
-@rule(
-    "whole-reads",
-    "patches",
-    "Read the patch only: PatchDataset on packed scans, np.load(mmap_mode='r'), nibabel's img.dataobj[...], "
-    "SimpleITK's SetExtractIndex, torch.load(mmap=True). Files from which a small part is used can be stored smaller.",
-    by_time=True,
-)
-def _whole_reads(facts: Facts) -> Iterator[Hit]:
-    if facts.read > max(MUCH, FAR_SMALLER * facts.batch) and facts.batch:
-        what = f"loading reads {facts.read / facts.batch:.0f} times the bytes of the batch that it returns"
-        cost = f"{facts.read / 2**20:.1f} MiB a step to read for {facts.batch / 2**20:.1f} MiB (measured)"
-        yield Hit(what, facts.loader.whole_read, cost, "warning" if facts.bound == "data" else "info")
 
 
 @rule(

@@ -1,11 +1,10 @@
-"""Rules about the whole fit: what each epoch costs besides its steps."""
+"""Rules about the whole fit: what an epoch costs besides its steps, and hooks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from lightning_turbo.doctor.facts import Facts, HookTime, Loader, Site
+from lightning_turbo.doctor.facts import NOTICEABLE, SLOW_LINE, Facts, HookTime, Loader, Site
 from lightning_turbo.doctor.rules.rule import Hit, rule
 
 __all__: list[str] = []
@@ -13,24 +12,24 @@ __all__: list[str] = []
 SHARE = 0.10
 """Share of an epoch from which a part besides its steps justifies a warning; a choice, not a measurement."""
 LEAST = 0.25
-"""Seconds per epoch that justify a warning; a choice as well."""
+"""Seconds that justify a warning; a choice as well."""
 FEW_BATCHES = 50
 """In epochs with fewer batches, the start of worker processes matters, if it was not measured."""
 
 
 def _level(facts: Facts, seconds: float) -> str:
-    """Return the level of something that takes this many seconds per epoch; info if its share is not known."""
-    return "warning" if facts.fit.knows_length and seconds > LEAST and seconds > SHARE * facts.fit.each() else "info"
+    """Return the level of something that takes this many seconds of what was seen."""
+    return "warning" if seconds > LEAST and seconds > SHARE * facts.fit.of() else "info"
 
 
 def _is_little(facts: Facts, seconds: float) -> bool:
-    return seconds <= LEAST / 5 or seconds <= SHARE / 2 * facts.fit.each()
+    return seconds <= LEAST / 5 or seconds <= SHARE / 2 * facts.fit.of()
 
 
 def _hit(facts: Facts, what: str, seconds: float, *, site: Site | None = None, remedy: str = "") -> Hit:
-    share = seconds / (facts.fit.each() or 1.0)
-    of = "it" if facts.fit.knows_length else f"one of {facts.fit.batches:g} batches, if it has no more"
-    cost = f"{seconds:.2f} s an epoch, {share:.0%} of {of} (measured)"
+    share = seconds / (facts.fit.of() or 1.0)
+    of = "the epoch" if facts.fit.is_epoch else f"the {facts.fit.of():.1f} s that were seen"
+    cost = f"{seconds:.2f} s, {share:.0%} of {of} (measured)"
     return Hit(what, site, cost, _level(facts, seconds), epoch_seconds=seconds, remedy=remedy)
 
 
@@ -44,15 +43,15 @@ def _persistent_workers(facts: Facts) -> Iterator[Hit]:
     epochs = facts.run.epochs
     if _starts_again(facts.loader) and epochs != 1:
         what = f"persistent_workers=False: each epoch starts {facts.loader.workers} new workers"
-        seconds = fit.each("start", "first batch")
+        seconds = fit.of("start", "first batch") if fit.is_epoch else 0.0
         if seconds:
             yield _hit(facts, what, seconds, site=facts.loader.site)
         else:
             cost = "the start of the processes and the import of the program, once an epoch"
             yield Hit(what, facts.loader.site, cost, "warning" if facts.run.batches < FEW_BATCHES else "info")
     loader = facts.validation_loader
-    seconds = fit.each("validation start")
-    if _starts_again(loader) and fit.validations * epochs > 1 and seconds:
+    seconds = fit.of("validation start")
+    if _starts_again(loader) and seconds and (fit.validations > 1 or epochs > 1):
         what = f"persistent_workers=False: each validation starts {loader.workers} new workers"
         yield _hit(facts, what, seconds, site=loader.site)
 
@@ -69,12 +68,12 @@ def _starts_again(loader: Loader) -> bool:
 )
 def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
     # The rule about persistent workers covers restarted worker processes.
-    if _starts_again(facts.loader):
+    if _starts_again(facts.loader) or not facts.fit.is_epoch:
         return
-    beyond = facts.fit.each("start", "first batch") - facts.phases.get("data", 0.0)
-    if not _is_little(facts, beyond) and facts.fit.epochs > 1:
+    beyond = facts.fit.of("start", "first batch") - facts.phases.get("data", 0.0)
+    if not _is_little(facts, beyond) and facts.run.epochs > 1:
         what = f"the first batch of an epoch takes {beyond:.2f} s longer than others"
-        yield _hit(facts, what, beyond, site=facts.loader.site)
+        yield _hit(facts, what, beyond, site=facts.line_in(beyond, "start") or facts.loader.site)
 
 
 @rule(
@@ -85,14 +84,14 @@ def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
 )
 def _long_validation(facts: Facts) -> Iterator[Hit]:
     fit = facts.fit
-    seconds = fit.each("validation start", "validation")
-    between = fit.batches / fit.validations if fit.validations else math.inf
-    is_longer = seconds > fit.each("steps", "start", "first batch")
-    if not seconds or not (is_longer or (between < fit.batches and seconds > SHARE * fit.each())):
+    seconds = fit.of("validation start", "validation")
+    is_longer = seconds > fit.of("steps", "start", "first batch")
+    often = fit.validations > 1 or (fit.validations == 1 and not fit.is_epoch)
+    if not seconds or not (is_longer or (often and seconds > SHARE * fit.of())):
         return
-    what = f"validation takes {seconds:.2f} s of an epoch of {fit.each():.2f} s"
-    what += ", longer than its training" if is_longer else f", as it comes every {between:.0f} steps"
-    yield _hit(facts, what, seconds, site=facts.validation_step)
+    why = "longer than its training" if is_longer else f"as it comes every {fit.batches / fit.validations:.0f} steps"
+    what = f"validation takes {seconds:.2f} s of {fit.of():.2f} s, {why}"
+    yield _hit(facts, what, seconds, site=facts.line_in(seconds, "validation") or facts.validation_step)
 
 
 @rule(
@@ -102,10 +101,10 @@ def _long_validation(facts: Facts) -> Iterator[Hit]:
     "Metrics that are equal on all ranks need no synchronization.",
 )
 def _slow_metrics(facts: Facts) -> Iterator[Hit]:
-    seconds = facts.fit.each("metrics")
+    seconds = facts.fit.of("metrics")
     if not _is_little(facts, seconds):
         what = "metrics are computed and brought together at the end of a validation and of an epoch"
-        yield _hit(facts, what, seconds, site=facts.validation_step)
+        yield _hit(facts, what, seconds, site=facts.line_in(seconds, "metrics") or facts.validation_step)
 
 
 @rule(
@@ -116,18 +115,24 @@ def _slow_metrics(facts: Facts) -> Iterator[Hit]:
 )
 def _slow_checkpoint(facts: Facts) -> Iterator[Hit]:
     fit = facts.fit
-    seconds = fit.each("checkpoints")
+    seconds = fit.of("checkpoints")
     if not _is_little(facts, seconds):
-        longer = ", longer than the rest of the epoch" if 2 * seconds > fit.each() else ""
-        yield _hit(facts, f"checkpoints take {seconds:.2f} s an epoch, {fit.saves:g} of them{longer}", seconds)
+        longer = ", longer than all else" if 2 * seconds > fit.of() else ""
+        what = f"checkpoints take {seconds:.2f} s, {fit.saves} of them{longer}"
+        yield _hit(facts, what, seconds, site=facts.line_in(seconds, "checkpoints"))
 
 
 @rule("slow-hook", "doctor", "Do its work less often, or in a process or thread of its own.", by_time=False)
 def _slow_hook(facts: Facts) -> Iterator[Hit]:
     for hook in facts.fit.hooks:
-        if not _is_little(facts, hook.seconds):
-            where = "in each step" if hook.in_steps else "at the border of an epoch"
-            what = f"{_name(hook)} takes {hook.seconds:.2f} s an epoch, {where}"
+        if hook.in_steps:
+            if hook.seconds > max(SLOW_LINE, SHARE / 2 * facts.step):
+                level = "warning" if hook.seconds > SHARE * facts.step and hook.seconds > NOTICEABLE else "info"
+                cost = f"{{ms}} ms a step, {hook.seconds / facts.step:.0%} of it (measured)"
+                what = f"{_name(hook)} takes {hook.seconds * 1e3:.2f} ms in each step"
+                yield Hit(what, hook.site, cost, level, seconds=hook.seconds)
+        elif not _is_little(facts, hook.seconds):
+            what = f"{_name(hook)} takes {hook.seconds:.2f} s, at the border of an epoch"
             yield _hit(facts, what, hook.seconds, site=hook.site)
 
 

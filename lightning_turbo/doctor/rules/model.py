@@ -1,4 +1,4 @@
-"""Rules about the model, what it retains, its compilation, and debugging switches that were left on."""
+"""Rules about the model, what it retains, and debugging switches that were left on."""
 
 from __future__ import annotations
 
@@ -35,26 +35,6 @@ def _bias_before_norm(facts: Facts) -> Iterator[Hit]:
     for layer in facts.seen.biases:
         what = f"{layer.name} has a bias, which the norm behind it cancels"
         yield Hit(what, layer.site, cost, "info", layer.name, cause="bias")
-
-
-@rule("graph-breaks", LIGHTNING, "Move what breaks the graph out of the compiled function.")
-def _graph_breaks(facts: Facts) -> Iterator[Hit]:
-    for reason, count in facts.seen.graph_breaks.items():
-        what = f"torch.compile broke the graph, {count} times: {reason}"
-        yield Hit(what, None, "a return to Python at each break", "info")
-
-
-@rule(
-    "recompiles",
-    LIGHTNING,
-    "Pad inputs to a few shapes (drop_last=True for the last batch), or use torch.compile(dynamic=True).",
-)
-def _recompiles(facts: Facts) -> Iterator[Hit]:
-    if facts.seen.recompilations:
-        # One reason stands for all: a changing shape gives a reason for each size.
-        count, (why, *_) = sum(facts.seen.recompilations.values()), facts.seen.recompilations
-        what = f"torch.compile compiled {count} times again after the warmup, such as {why}"
-        yield Hit(what, None, "seconds for each (estimated)")
 
 
 @rule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -29,7 +28,7 @@ class Hit:
     cause: str = ""  # hits with the same cause form one finding; default: the text
     seconds: float = 0.0  # measured seconds per step, 0 if not measured
     remedy: str = ""  # replaces that of the rule
-    epoch_seconds: float = 0.0  # measured seconds per epoch, outside steps
+    epoch_seconds: float = 0.0  # measured seconds of what was seen of the fit, outside steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Finding:
     card: str
     cost: str = ""
     seconds: float = 0.0  # measured seconds per step
-    epoch_seconds: float = 0.0  # measured seconds per epoch, outside steps
+    epoch_seconds: float = 0.0  # measured seconds of what was seen of the fit, outside steps
     count: int = 1  # number of places
     places: tuple[Place, ...] = ()
 
@@ -60,10 +59,9 @@ class Finding:
         """The first place."""
         return self.places[0].site if self.places else None
 
-    def an_epoch(self, facts: Facts) -> float:
-        """Return the seconds that it costs per epoch of the run."""
-        batches = facts.run.batches if facts.run.batches < math.inf else facts.fit.batches or 1
-        return self.seconds * batches + self.epoch_seconds
+    def in_fit(self, facts: Facts) -> float:
+        """Return the seconds that it costs of what was seen of the fit."""
+        return self.seconds * max(facts.fit.batches, 1) + self.epoch_seconds
 
 
 @dataclass(frozen=True, slots=True)

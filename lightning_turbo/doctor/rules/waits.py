@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_turbo.doctor.facts import NOTICEABLE, WAITING, Facts
+from lightning_turbo.doctor.facts import WAITING, Facts
 from lightning_turbo.doctor.rules.rule import LAYER, Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
 COPYING = 0.01  # share of the step from which copying an array justifies a warning; a choice
-LEAST_WAIT = 5e-4  # shorter waits, in seconds per step, do not matter
-FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work"
+FREE = "next to nothing on this CPU; on a GPU the host waits here for all queued work, if the tensor is there"
 
 # A library that copies values to the host when the user's line calls it -> what the user can do.
 REMEDIES = {
@@ -29,22 +28,6 @@ def _price(facts: Facts, hits: Iterator[Hit]) -> Iterator[Hit]:
     """On a CPU nothing waits and nothing is copied: the hits become info, without a cost."""
     for hit in hits:
         yield hit if facts.cuda else replace(hit, level="info", cost=FREE, seconds=0.0)
-
-
-@rule(
-    "waits-without-computing",
-    "background-prefetch",
-    "Do it once before the training, or in the dataset, where worker processes or a thread do it ahead; make loaders "
-    "and read files outside of the step.",
-    by_time=True,
-)
-def _waits_without_computing(facts: Facts) -> Iterator[Hit]:
-    # Times are from watched steps: watching does not slow these calls down.
-    for hit in hits_of_calls(facts, "wait", "the step waits in {name} without computing, {rate}", level="warning"):
-        if hit.seconds <= max(LEAST_WAIT, COPYING * facts.step):
-            continue
-        is_long = hit.seconds > NOTICEABLE and hit.seconds > WAITING * facts.step
-        yield hit if is_long else replace(hit, level="info")
 
 
 @rule(
@@ -111,3 +94,9 @@ def _copied_array(facts: Facts) -> Iterator[Hit]:
 )
 def _housekeeping(facts: Facts) -> Iterator[Hit]:
     return hits_of_calls(facts, "housekeeping", "{name} is called, {rate}", "the host or the device waits for it")
+
+
+@rule("prints", "what-lightning-does-already", "Log values with self.log, or print every so many steps only.")
+def _prints(facts: Facts) -> Iterator[Hit]:
+    cost = "a write in each step, and a wait for the device where a tensor is printed"
+    return hits_of_calls(facts, "print", "{name} is called, {rate}", cost, "info")
