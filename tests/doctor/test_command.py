@@ -185,6 +185,9 @@ def test_a_script_with_keep_going_saves(tmp_path):
     assert saved(tmp_path) == HANDLERS
 
 
+LONGER = "loader = DataLoader(torch.ones(320, 32), batch_size=4)"  # than the usual steps of a Doctor, on two ranks
+
+
 def run_command(tmp_path, **places):
     """Run the command in a separate process."""
     return subprocess.run(
@@ -195,7 +198,7 @@ def run_command(tmp_path, **places):
 
 @pytest.mark.slow
 def test_a_script_that_imports_pytorch_lightning_is_examined(tmp_path):
-    done = run_command(tmp_path, lightning="pytorch_lightning")
+    done = run_command(tmp_path, lightning="pytorch_lightning", before=LONGER)
     assert done.returncode == 0, done.stderr
     assert f"train.py:{LINE}" in done.stdout
 
@@ -366,7 +369,7 @@ def test_invalid_doctor_options_are_refused(words, said, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_rank_0_of_two_ranks_is_examined(tmp_path):
-    done = run_command(tmp_path, before="settings['devices'], loader = 2, Wrapper(loader)")
+    done = run_command(tmp_path, before=f"{LONGER}; settings['devices'], loader = 2, Wrapper(loader)")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("lightning-turbo doctor:") == 1
     assert "train.py ran to its own end, because its other ranks would have waited" in done.stderr

@@ -416,7 +416,9 @@ COMPUTING = replace(CPU, phases={"forward": 0.05})
 
 
 @pytest.mark.parametrize(("facts", "words", "others"), [
-    (COMPUTING, ["ApexAMP", "instructions for bfloat16", "lightning-turbo tune"], ["MemoryFormat"]),
+    (COMPUTING, ["ApexAMP", "instructions for bfloat16", "lightning-turbo tune"], ["MemoryFormat", "compile="]),
+    (replace(COMPUTING, strategy="DDPStrategy"), ["TurboDDPStrategy(compile='blocks')"], []),
+    (replace(COMPUTING, strategy="FSDPStrategy"), [], ["compile="]),
     (replace(COMPUTING, device="cuda:0"), ["ApexAMP", "lightning-turbo tune"], ["bfloat16"]),
     (replace(COMPUTING, convolutions=True), ["ApexAMP", "MemoryFormat", "lightning-turbo tune"], []),
     (replace(COMPUTING, precision="bf16-mixed"), ["lightning-turbo tune"], ["ApexAMP", "MemoryFormat"]),

@@ -8,6 +8,8 @@ from lightning_turbo import cli
 from tests.children import status_of_child
 from tests.integration.doctor_lines import CLEAN, SLOW, script
 
+pytestmark = pytest.mark.usefixtures("free_alarm")
+
 
 def findings(folder, text):
     """Return the findings of ``lightning-turbo doctor`` for a script, the most severe first."""

@@ -11,6 +11,11 @@ __all__: list[str] = []
 
 TURBO = {"SingleDeviceStrategy": "turbo", "DDPStrategy": "turbo_ddp"}
 """The strategy that can replace another one."""
+COMPILES = {
+    **dict.fromkeys(("SingleDeviceStrategy", "TurboStrategy"), "TurboStrategy"),
+    **dict.fromkeys(("DDPStrategy", "TurboDDPStrategy"), "TurboDDPStrategy"),
+}
+"""A strategy, and the one that compiles the network in its place."""
 
 
 def _hit(facts: Facts, bound: str, what: str, level: str, remedy: str) -> Hit:
@@ -36,7 +41,8 @@ def _compute_bound(facts: Facts) -> Iterator[Hit]:
         remedies.append(f"ApexAMP('O1') or ApexAMP('O2'){where} computes in half precision.")
     if facts.convolutions:
         remedies.append("MemoryFormat('channels_last') may speed up convolutions.")
-    remedies.append("TurboStrategy(compile='blocks') compiles the network.")
+    if name := COMPILES.get(facts.run.strategy):
+        remedies.append(f"{name}(compile='blocks') compiles the network.")
     remedies.append("lightning-turbo tune SCRIPT measures which of them help.")
     besides = " besides the lines named here" if facts.own else ""
     what = f"{{share}} of the step is forward, backward and optimizer{besides}"
