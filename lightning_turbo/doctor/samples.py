@@ -24,7 +24,7 @@ __all__ = ["Line", "Sampler", "WorkerSamples"]
 
 EVERY = 1e-3
 """Seconds between two samples."""
-WRITTEN = 0.25
+WRITTEN = 0.1
 """Seconds after which a worker process writes its samples again."""
 _RESUME = dis.opmap.get("RESUME")  # the instruction with which a function begins, since Python 3.11
 _LOG = LightningModule.log.__code__
