@@ -423,13 +423,17 @@ class Rollouts(IterableDataset):
         yield from (images(1)[0] for _ in range(self.batches))
 
 
-@pytest.mark.parametrize(("batches", "known"), [(4, True), (60, False)])
+@pytest.mark.parametrize(("batches", "known"), [(4, True), (10**9, False)], ids=["short", "endless"])
 def test_costs_of_an_epoch_of_unknown_length_are_reported_with_its_length(batches, known):
     class Generated(Noisy):
         def train_dataloader(self):
             return DataLoader(Rollouts(batches), batch_size=1)
 
-    trained(doctor := Doctor(warmup=1, timed=5, watched=2), model=Generated, max_epochs=3)
+        def on_train_batch_end(self, *args):
+            self.trainer.should_stop = doctor.report is not None
+
+    doctor = Doctor(warmup=1, timed=5, watched=2)
+    trained(doctor, model=Generated, max_epochs=3)
     found = [each.level for each in doctor.report.findings if each.rule == "slow-first-batch"]
     assert found == (["warning"] if known else [])
     said = " ".join(as_text(doctor.report).split())
