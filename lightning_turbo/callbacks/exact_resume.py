@@ -123,7 +123,9 @@ class ExactResume(Callback):
         check_binding("ExactResume")
         self._restored: _Restored | None = None  # from the reading of a checkpoint to the start of the training
         self._is_training = False
-        self._first_epoch: int | None = None  # in which this run goes on as a whole, after iter() was called for it
+        # The epoch with which this run goes on, as a whole: Lightning has called iter() for it before its
+        # on_train_epoch_start. For later ones it calls it after that, whatever it has called before.
+        self._first_epoch: int | None = None
         # Whether a checkpoint was saved before the training began, as by a search for a learning rate or batch size.
         self._is_searching = False
         self._replaced: list[ReplacedMethod] = []
@@ -156,8 +158,7 @@ class ExactResume(Callback):
         _warn_of_average(trainer)
         self._is_searching = _is_starting(trainer) and not self._is_training
         fit = checkpoint["loops"]["fit_loop"]
-        own = _state_of_rank(trainer, _place_of(trainer, fit), fit)
-        own["has_begun"] = trainer.current_epoch == self._first_epoch
+        own = _state_of_rank(trainer, _place_of(trainer, fit), fit, trainer.current_epoch == self._first_epoch)
         if self._restored is not None and self._restored.validation["due"]:
             own["validation"] = self._restored.validation
         _leave_to_lightning(trainer, fit)
@@ -194,7 +195,8 @@ class ExactResume(Callback):
         if restored is not None:
             _warn_of_frozen(trainer)
             self._replaced += restored.begin_training(trainer)
-            self._first_epoch = trainer.current_epoch if getattr(trainer.fit_loop, "is_resuming", False) else None
+            if restored.is_whole and getattr(trainer.fit_loop, "is_resuming", False):
+                self._first_epoch = trainer.current_epoch
 
 
 def attach_exact_resume(trainer: Any) -> None:
@@ -277,8 +279,15 @@ def _validation_follows(trainer: Any) -> bool:
 # What is saved
 
 
-def _state_of_rank(trainer: Any, place: Place, fit: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank, beside what Lightning saves of rank 0 alone."""
+def _state_of_rank(trainer: Any, place: Place, fit: dict[str, Any], has_begun: bool) -> dict[str, Any]:
+    """Return what a checkpoint holds of this rank, beside what Lightning saves of rank 0 alone.
+
+    Args:
+        trainer: The Trainer.
+        place: Where the checkpoint is saved.
+        fit: The state of the fit loop in the checkpoint.
+        has_begun: Whether the passes of the epoch have begun before its ``on_train_epoch_start``.
+    """
     loop = trainer.fit_loop
     batch = loop.epoch_loop.batch_progress.current
     validation = _describe_validation(trainer, fit)
@@ -293,7 +302,8 @@ def _state_of_rank(trainer: Any, place: Place, fit: dict[str, Any]) -> dict[str,
         "counted": batch.ready == batch.completed and not trainer.validating,
         "metrics": _metrics(trainer),
         "plateaus": _plateaus_wait(trainer, validation["due"]),
-        "loaders": _states_of_loaders(loop, unused),
+        "has_begun": has_begun,
+        "loaders": _states_of_loaders(loop, unused, has_begun),
         "batch_sizes": [getattr(each, "batch_size", None) or 1 for each in loaders],
         "generators": [list(map(generator_state, _generators_of(each))) for each in loaders],
         "exhausted": list(getattr(getattr(loop._combined_loader, "_iterator", None), "_consumed", ())),
@@ -317,12 +327,13 @@ def _count_unused(loop: Any, used: int) -> int:
     return max(0, fetcher.fetched - used * is_taken)
 
 
-def _states_of_loaders(loop: Any, unused: int) -> list[Any]:
+def _states_of_loaders(loop: Any, unused: int, has_begun: bool) -> list[Any]:
     """Return the states of the loaders as far as the Trainer's own passes are; ``None`` for one without a state.
 
     Args:
         loop: The fit loop.
         unused: How many batches were fetched and not used.
+        has_begun: Whether passes of which nothing was used are those of the coming epoch; else they begin again.
     """
     loaders = _loaders(loop)
     iterators = list(getattr(getattr(loop._combined_loader, "_iterator", None), "iterators", ()))
@@ -335,7 +346,12 @@ def _states_of_loaders(loop: Any, unused: int) -> list[Any]:
             continue
         # A loader that had ended earlier gave none of the last batches, which are those that were not used.
         progress = epoch.progress
-        states.append(epoch.state_dict(max(0, progress.consumed - (most - unused)) if progress.ended else unused))
+        state = epoch.state_dict(max(0, progress.consumed - (most - unused)) if progress.ended else unused)
+        if _counts(loader):
+            if progress.is_untouched and loader.loaded is not None and not has_begun:
+                state = loader.loaded
+            state = {**state, "before_order": None}  # the global RNGs, from which orders are drawn, are restored
+        states.append(state)
     return states
 
 
@@ -428,7 +444,7 @@ class _Restored:
         self.validation: dict[str, Any] = own["validation"]
         self._epochs = epochs
         self._place = place
-        self._is_whole = place.over and not self.validation["due"]
+        self.is_whole = place.over and not self.validation["due"]
         self._random = own["random"]
         self._has_begun = False
 
@@ -468,10 +484,7 @@ class _Restored:
                 "Go on with the same loaders, or from a checkpoint of the end of an epoch."
             )
         if is_counted(state):
-            # Lightning calls iter() after on_train_epoch_start, and for new loaders before it too; but in the epoch in
-            # which a run goes on, it has called it already, and calls it no more.
-            begins_again = self._place.begins and not self.own["has_begun"]
-            over = self._place.over and (state["consumed"] > 0 or begins_again)
+            over = self._place.over and (state["consumed"] > 0 or not self.own["has_begun"])
             loader.load_state_dict({**state, "over": over})
         elif not (self._place.over and isinstance(loader, _torchdata())):
             # torchdata's own would yield nothing: its state is that of an epoch without a batch that is left.
@@ -480,7 +493,7 @@ class _Restored:
     def set_up(self, trainer: Any, set_up: Callable[[], None]) -> None:
         """Have Lightning set up its loaders, and note the random states with which the training begins."""
         set_up()
-        if self._has_begun and self._is_whole:
+        if self._has_begun and self.is_whole:
             self._random = _random_states(trainer)
 
     def begin_training(self, trainer: Any) -> list[ReplacedMethod]:
@@ -497,7 +510,7 @@ class _Restored:
             said += _count_on(trainer, self.own, self._place.used)
             _warn_of_other_batches(trainer, self.own, self._place.used)
         self._load_validation(_loaders(loop.epoch_loop.val_loop))
-        if not self._is_whole:  # iter() may have drawn from them
+        if not self.is_whole:  # iter() may have drawn from them
             self._set_generators(loop)
         _set_random_states(trainer, self._random)
         said += _tell_of_ranks(self.own["ranks"])
@@ -520,7 +533,7 @@ class _Restored:
         loop = trainer.fit_loop
         # Else the plateaus of the epoch in which a run goes on would not be updated.
         loop._restarting = False
-        if self._is_whole or self._place.begins:
+        if self.is_whole or self._place.begins:
             # With max_steps Lightning takes every checkpoint for one within an epoch.
             loop.epoch_loop.restarting = False
         if self._place.over and self.validation["due"] and trainer.num_training_batches < inf:
@@ -530,7 +543,7 @@ class _Restored:
         if every := trainer.reload_dataloaders_every_n_epochs:
             self._restore_reloading(trainer, every)
         _restore_last_saves(trainer)
-        if self._is_whole or self._place.begins or self.validation["due"]:
+        if self.is_whole or self._place.begins or self.validation["due"]:
             return []
         # Lightning would take the last batch of the checkpoint for one that a validation is due after, though that was
         # made, and would begin the loaders of the validation for it.
@@ -542,7 +555,7 @@ class _Restored:
         loop = trainer.fit_loop
         loop.epoch_loop.val_loop._last_val_dl_reload_epoch = self.validation["reloaded"]
         epoch = trainer.current_epoch
-        if self._is_whole and not self._place.begins and epoch % every == 0:
+        if self.is_whole and not self._place.begins and epoch % every == 0:
             # It makes them now, and calls iter() on the new ones, which may have the generators of these.
             epoch -= 1
             self._random = self.own["random"]
@@ -562,10 +575,10 @@ class _Restored:
         names = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
         updates = names <= own["metrics"].keys()
         if self._place.is_after_step and not own["counted"]:
-            loop._batches_that_stepped += not loop._should_accumulate() or self._is_whole
+            loop._batches_that_stepped += not loop._should_accumulate() or self.is_whole
             if updates:
                 loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-        if self._is_whole and own["plateaus"] and updates:
+        if self.is_whole and own["plateaus"] and updates:
             # The frequency of a scheduler is counted by the epoch that is over.
             epochs = trainer.fit_loop.epoch_progress.current
             epochs.completed -= 1

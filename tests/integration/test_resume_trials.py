@@ -393,9 +393,16 @@ def test_random_runs_stopped_several_times_equal_uninterrupted_ones(first, tmp_p
     assert sum(trial(number, tmp_path / str(number), monkeypatch) for number in range(first, first + 3)) >= 2
 
 
-@pytest.mark.parametrize(
-    "number", [120, 147, 179], ids=["before a first batch", "within a validation of workers", "after a validation"]
-)
+WHERE = {
+    120: "before a first batch, twice",
+    147: "within a validation of worker processes",
+    179: "after a validation, twice",
+    322: "two loaders before their first batch",
+    403: "in the validation of a last batch",
+}
+
+
+@pytest.mark.parametrize("number", WHERE, ids=WHERE.values())
 def test_a_run_that_is_stopped_where_nothing_of_a_pass_is_used(number, tmp_path, monkeypatch):
     assert trial(number, tmp_path / str(number), monkeypatch) >= 2
 
