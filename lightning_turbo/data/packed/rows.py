@@ -24,7 +24,7 @@ COMPRESSED = "z"  # prefix of the dtype of a row compressed with blosc2
 SMALL = 1 << 16  # bytes; smaller rows are not compressed
 AXES = 8  # the largest number of axes of a row
 COLUMNS = 3 + AXES  # of the index: offset, size in bytes, dtype, and shape padded with -1
-HELD = 1 << 53  # float64 holds each integer up to this one
+EXACT_UP_TO = 1 << 53  # float64 holds each integer up to this one
 
 
 class Encoded(NamedTuple):
@@ -117,7 +117,7 @@ def _check_whole_numbers(name: str, rows: Rows) -> None:
         return
     for row in range(len(rows)):
         whole = rows[row][...] if rows.kind_of(row) in ("i8", "u8") else np.zeros(0, np.int64)
-        far = whole[np.abs(whole.astype(np.float64)) >= HELD]
+        far = whole[np.abs(whole.astype(np.float64)) >= EXACT_UP_TO]
         lost = [each for each in far.tolist() if complex(rows.dtype.type(each)).real != each]
         what = f"integers that {rows.dtype}, the dtype of all rows together, can hold"
         expect(not lost, f"{name} of row {row}", lost[:1], what)

@@ -20,7 +20,7 @@ __all__ = ["read_volume", "warn_of_two_affines"]
 
 CLOSE = 1e-3  # millimeters by which affines may differ
 SAME = 1e-3  # voxels; a smaller difference in position is ignored
-HELD = 1 << 24  # float32 holds each integer up to this one
+EXACT_UP_TO = 1 << 24  # float32 holds each integer up to this one
 
 
 def read_volume(
@@ -106,10 +106,10 @@ def _as_float32(volume: np.ndarray, *, is_whole: bool) -> np.ndarray:
     with np.errstate(over="ignore"):
         result = volume.astype(np.float32)
     if is_whole and volume.dtype.itemsize > 2:
-        far = np.abs(result) >= HELD
-        lost = volume[far][volume[far] != result[far].astype(np.float64)]
+        far = np.unique(volume[np.abs(result) >= EXACT_UP_TO]).tolist()
+        lost = [each for each in far if float(np.float32(each)) != each]  # Python compares integers and floats exactly
         what = "integers that float32 can hold, the dtype of volumes that are shifted by an intercept or resampled"
-        expect(not lost.size, "voxels", lost[:1].tolist(), what)
+        expect(not lost, "voxels", lost[:1], what)
     return result
 
 

@@ -271,6 +271,16 @@ def test_a_label_file_with_a_slope_is_named(nifti, tmp_path):
 # Integers that float32 cannot hold.
 
 
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**53) - 1, 2**62 + 2])
+def test_an_integer_that_float64_cannot_hold_either_is_refused(tmp_path, value):
+    nibabel = pytest.importorskip("nibabel")
+    (tmp_path / "in").mkdir()
+    image = nibabel.Nifti1Image(np.full((3, 3, 3), value), AFFINE, dtype=np.int64)
+    nibabel.save(image, tmp_path / "in" / "a.nii")
+    with pytest.raises(ValueError, match=rf"voxels: expected integers that float32 can hold.*got \[{value}"):
+        pack_folder(tmp_path / "in", tmp_path / "out", spacing=(1, 1, 1))
+
+
 @pytest.mark.parametrize("value", [2**24, 2**24 + 1, 2**24 + 2, -(2**24) - 1])
 def test_an_integer_that_float32_cannot_hold_is_refused(nifti, tmp_path, value):
     """Resampling, and a slope or intercept, make float32 of integers."""
