@@ -159,7 +159,7 @@ class Packing:
                 encoder = _Encoder(dataset, contents["foreground"], self.compress, catch)
                 template, written, broken = self._fill(folder, encoder)
                 names = tuple(name for name in template if name not in beside) if beside else template
-                # A single field is the sample itself.
+                # A single field of a folder's files is the sample itself, as with ``keys`` of one name.
                 arrays = names[0] if beside and len(names) == 1 else names
                 contents = {"arrays": to_json(arrays), **contents, "samples": written, "skipped": len(broken)}
                 contents["intensities"] = describe_intensities(folder)
@@ -185,7 +185,8 @@ class Packing:
                     found, rows = loaded
                     template = found if template is None else template
                     expect(found == template, f"sample {number}", found, f"the structure {template!r} of the first")
-                    _append(writer, rows, f"after {number} of {total} samples")
+                    with _explaining(writer, f"after {number} of {total} samples"):
+                        writer.append(rows)
                 if self.progress is not None:
                     self.progress(number + 1, total)
             if broken and not (self.skip_broken and writer.count):
@@ -193,7 +194,8 @@ class Packing:
                     f"{len(broken)} of {total} samples cannot be packed:\n{''.join(broken)}"
                     "Repair or remove them, or skip them with skip_broken=True (--skip-broken)."
                 )
-            writer.finish()
+            with _explaining(writer, f"after {total} of {total} samples"):
+                writer.finish()
         return template, writer.count, broken
 
     def _put_in_place(self, folder: Path) -> None:
@@ -212,11 +214,16 @@ class Packing:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _append(writer: RowWriter, rows: Mapping[str, Encoded], when: str) -> None:
+@contextlib.contextmanager
+def _explaining(writer: RowWriter, when: str) -> Iterator[None]:
+    """Say what to do if the writer's files cannot be written."""
     try:
-        writer.append(rows)
+        yield
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} {when}. Free some space and pack again") from error
+        # What the files still hold in memory does not fit either, and would raise the same error unexplained.
+        with contextlib.suppress(OSError):
+            writer.close()
+        raise OSError(error.errno, f"{error.strerror or error} {when}. Free some space and pack again") from error
 
 
 class _Encoder(Dataset[Any]):
@@ -349,7 +356,8 @@ def _new_folder(target: Path, is_alone: bool) -> Iterator[Path]:
             by a process that was killed.
     """
     own = f"{target.name}.partial-{_MACHINE}-"
-    for path in target.parent.glob(f"{glob.escape(own)}*") if is_alone else ():
+    # Followed by a number, not by the rest of the name of another machine.
+    for path in target.parent.glob(f"{glob.escape(own)}{'[0-9a-f]' * 32}*") if is_alone else ():
         shutil.rmtree(path, ignore_errors=True)
     folder = target.with_name(f"{own}{uuid.uuid4().hex}")
     folder.mkdir()

@@ -248,6 +248,21 @@ def test_the_absent_package_is_named(tmp_path, monkeypatch, name, message):
         pack_folder(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.parametrize(("samples", "when"), [(100, r"after \d+ of 100"), (5, "after 5 of 5")])
+def test_a_disk_that_is_full_when_small_samples_leave_the_memory(tmp_path, samples, when):
+    (tmp_path / "in").mkdir()
+    for n in range(samples):
+        np.save(tmp_path / "in" / f"{n}.npy", np.full((10, 10, 10), n, dtype=np.uint8))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, hard))
+    try:
+        with pytest.raises(OSError, match=f"File too large {when} samples. Free some space and pack again"):
+            pack_folder(tmp_path / "in", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
     (tmp_path / "in").mkdir()
     for n in range(4):

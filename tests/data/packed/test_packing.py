@@ -138,6 +138,14 @@ def test_worker_processes_end_with_a_process_that_is_killed(tmp_path):
     assert not list(tmp_path.glob("out.*"))  # what the killed process left is gone
 
 
+def test_what_another_machine_is_writing_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_turbo.data.packed.packing._MACHINE", "gpu")
+    for name in ("gpu", "gpu-2"):
+        (tmp_path / f"out.partial-{name}-{'0' * 32}").mkdir()
+    pack([np.zeros(3)], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", f"out.partial-gpu-2-{'0' * 32}"]
+
+
 def replace_over_and_over(folder):
     for number in range(1, 10_000):
         pack([np.full((50, number % 3 + 1), number), np.full(4, number)], folder / "out", overwrite=True)
