@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import lightning_turbo
-from lightning_turbo._checks import suggest
+from lightning_turbo._checks import expect, suggest
 from lightning_turbo.errors import TurboError, TurboWarning
 
 __all__ = ["main"]
@@ -241,12 +241,12 @@ def _pack(arguments: argparse.Namespace) -> int:
     names = ("labels", "spacing", "size", "mode", "classes", "skip_broken", "overwrite")
     options = {name: getattr(arguments, name) for name in names}
     options["labels"] = False if arguments.labels == "none" else arguments.labels
-    options["pairs"] = _pairs(arguments.pairs)
     options |= {"compress": arguments.compress or False, "num_workers": arguments.workers}
     try:
         # On a command line the source line of a warning is noise.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", TurboWarning)
+            options["pairs"] = _pairs(arguments.pairs)
             found = pack_folder(arguments.folder, arguments.out, progress=_show_progress(), **options)
     except ValueError as error:
         return _refused(str(error))
@@ -264,7 +264,9 @@ def _pairs(words: list[str] | None) -> Any:
     if words is None or len(words) == 1:
         return words and words[0]
     images, *labels = words
-    return (tuple(images.split(",")), *(None if label == "none" else label for label in labels))
+    are_patterns = len(labels) == 1 and "{case}" in images
+    expect(are_patterns, "--pairs", words, "two patterns with {case}, IMAGES and LABELS, or the path of a CSV file")
+    return tuple(images.split(",")), None if labels == ["none"] else labels[0]
 
 
 def _show_progress() -> Callable[[int, int], None]:

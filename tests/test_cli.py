@@ -114,6 +114,7 @@ def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):
     assert shapes == [(1, 2, 3, 3, 3), (1, 3, 3, 3), (1, 2, 3, 3, 3), (3, 3, 3, 3)]
     assert [Path(name, "labels.npy").exists() for name in ("packed", "table", "without")] == [True, True, False]
     assert "expected two patterns" in refused(capsys, "pack", "scans", "x", "--pairs", "{case}.npy", "a", "b")
+    assert "expected two patterns with {case}, IMAGES" in refused(capsys, "pack", "scans", "x", "--pairs", "a", "b")
     spacing = ["pack", "scans", "x", "--labels", "none", "--spacing"]
     assert "does not apply to .npy files" in refused(capsys, *spacing, "1x1x1.5")
     assert "expected DEPTHxHEIGHTxWIDTH in mm, such as" in refused(capsys, *spacing, "1x1")

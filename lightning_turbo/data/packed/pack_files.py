@@ -67,11 +67,12 @@ def pack_folder(
         out: Folder to write, outside ``folder``.
         labels: Folder with one label volume per volume, of the same name below it. ``False``: no label volumes,
             whatever the files are named. Default: those of ``dataset.json``, or none.
-        pairs: Which files belong together; paths are relative to ``folder``, or absolute. A list of rows ``(image,
-            label)``; or the path of a CSV file whose first line names its columns, of which one is ``label``; or two
-            patterns, such as ``("volume-{case}.nii", "segmentation-{case}.nii")``, in which ``{case}`` stands for the
-            same name, within a folder or a file. A list of files, columns or patterns in place of ``image`` are the
-            channels of one volume. ``None`` in place of ``label``: no label volumes.
+        pairs: Which files belong together; their paths are relative to ``folder``, or absolute. A list of rows
+            ``(image, label)``; or the path of a CSV file, itself relative to the working directory, whose first line
+            names its columns, of which one is ``label``; or two patterns, such as ``("volume-{case}.nii",
+            "segmentation-{case}.nii")``, in which ``{case}`` stands for the same name, within a folder or a file. A
+            list of files, columns or patterns in place of ``image`` are the channels of one volume. ``None`` in place
+            of ``label``: no label volumes.
         spacing: Voxel spacing in millimeters, in the order of the axes, to resample NIfTI files to: volumes with cubic
             splines to float32, label volumes by nearest voxel. The first voxel keeps its position. Needs SciPy.
         size: (height, width) in pixels to resize images to, or (depth, height, width) in voxels to crop or pad volumes
@@ -117,7 +118,7 @@ def pack_folder(
         3
     """
     # All arguments are checked against the file names before any file is read.
-    source = Path(folder)
+    source = Path(folder).absolute()  # the name of "." tells whether it is nnU-Net's
     _check_folders(source, Path(out), labels)
     packing = Packing(Path(out), compress, num_workers, skip_broken, overwrite, progress)
     expect(labels is None or pairs is None, "labels", labels, "None, because pairs= names the label volumes")
@@ -192,11 +193,11 @@ class _Files:
         return len(self.found.images)
 
     def __getitem__(self, index: int) -> Row:
-        _, images, masks, numbers, _ = self.found
-        row = self.read(images[index], None if masks is None else masks[index])
-        if numbers is not None:
-            row["labels"] = np.asarray(numbers[index], dtype=np.int64)
-        return {**row, "files": name_below(images[index][0], self.source)}
+        found = self.found
+        row = self.read(found.images[index], None if found.masks is None else found.masks[index])
+        if found.numbers is not None:
+            row["labels"] = np.asarray(found.numbers[index], dtype=np.int64)
+        return {**row, "files": name_below(found.images[index][0], self.source)}
 
     def name_of(self, index: int) -> str:
         """Return the name of a sample for error messages."""
@@ -205,10 +206,10 @@ class _Files:
 
 def _find_mode(files: list[Path], mode: str | None) -> str:
     """Return the mode of all images."""
-    return mode or ("L" if all(map(_is_grey, files)) else "RGB")
+    return mode or ("L" if all(map(_is_gray, files)) else "RGB")
 
 
-def _is_grey(path: Path) -> bool:
+def _is_gray(path: Path) -> bool:
     """Return whether an image is gray according to its header; a broken one, reported later, counts as gray."""
     from PIL import Image
 

@@ -21,6 +21,10 @@ from lightning_turbo.data.sample_seeds import seed_sample
 
 __all__ = ["PackedDataset", "open_fields"]
 
+# Parts of messages.
+PACK_FIRST = "Pack first: lightning-turbo pack FOLDER OUT, or pack(dataset, OUT)."
+NOT_ALIKE = "the rows differ in shape, are compressed or are strings"
+
 
 class PackedDataset(Dataset[Any]):
     """Read samples, or whole batches at once, from arrays of equal length.
@@ -85,7 +89,7 @@ class PackedDataset(Dataset[Any]):
         self.classes: list[str] = contents.get("classes", [])
         self.intensities: Intensities = contents.get("intensities", {})
         self._alike = not any(isinstance(array, Rows) for array in arrays.values())
-        expect(self._alike or transform is None, "transform", transform, f"None; {UNLIKE}; use sample_transform=")
+        expect(self._alike or transform is None, "transform", transform, f"None; {NOT_ALIKE}; use sample_transform=")
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -123,7 +127,8 @@ class PackedDataset(Dataset[Any]):
         expect(rows.dtype.kind != "b", "indices", indices, "integers such as np.flatnonzero(mask)", TypeError)
         if not self._alike:  # tested first: formatting the message takes longer than reading a batch
             raise ValueError(
-                f"source: expected rows of one shape; {UNLIKE}, read one by one: dataset[0], got {str(self._source)!r}."
+                f"source: expected rows of one shape; {NOT_ALIKE}, read one by one: dataset[0], got "
+                f"{str(self._source)!r}."
             )
         # Many scans are stored in a byte order that is not the machine's, which torch does not support.
         arrays: dict[str, Any] = self.arrays
@@ -147,10 +152,6 @@ class PackedDataset(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_arrays": None}  # each process maps the files itself
-
-
-FIRST = "Pack first: lightning-turbo pack FOLDER OUT, or pack(dataset, OUT)."
-UNLIKE = "the rows differ in shape, are compressed or are strings"
 
 
 def _native(array: np.ndarray) -> np.ndarray:
@@ -189,12 +190,12 @@ def _open_source(source: Any) -> tuple[dict[str, Any], Mapping[str, Any]]:
     path = Path(source)
     if path.is_file():
         arrays = path.suffix in (".npy", ".npz")
-        expect(arrays, "source", str(path), f"a folder written by pack, or an .npz or .npy file; {FIRST}")
+        expect(arrays, "source", str(path), f"a folder written by pack, or an .npz or .npy file; {PACK_FIRST}")
         return {}, np.load(path) if path.suffix == ".npz" else {path.stem: path}
     if not (path / CONTENTS).is_file():
         there = f"a folder without {CONTENTS}" if path.is_dir() else "which does not exist"
         raise FileNotFoundError(
-            f"source: expected a packed folder, or an .npz or .npy file, got {str(path)!r}, {there}. {FIRST}"
+            f"source: expected a packed folder, or an .npz or .npy file, got {str(path)!r}, {there}. {PACK_FIRST}"
         )
     return json.loads((path / CONTENTS).read_text()), {file.stem: file for file in path.glob("*.npy")}
 

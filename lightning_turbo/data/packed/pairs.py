@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import io
 import itertools
 import json
 import os
@@ -139,7 +140,7 @@ def _pair_by_name(source: Path, labels: Path) -> list[Row]:
     """Return the volumes of a folder, each with the label volume of the same name in another folder."""
     expect(labels.is_dir(), "labels", str(labels), "a folder of label volumes; see also pairs=", FileNotFoundError)
     masks = list_files(labels, VOLUMES)
-    files = [path for path in list_files(source, SUFFIXES) if path not in set(masks)]
+    files = _others(list_files(source, SUFFIXES), masks)
     expect(files, "labels", str(labels), f"another folder than that of the volumes, {str(source)!r}", FileNotFoundError)
     _kind_of(files, str(source))
     columns = [
@@ -147,6 +148,12 @@ def _pair_by_name(source: Path, labels: Path) -> list[Row]:
         for root, paths in ((source, files), (labels, masks))
     ]
     return _joined("labels", columns)
+
+
+def _others(files: Iterable[Path], masks: Iterable[Path]) -> list[Path]:
+    """Return the files that are no label volumes, however the paths of the two are written."""
+    taken = set(map(os.path.abspath, masks))
+    return [path for path in files if os.path.abspath(path) not in taken]
 
 
 def _by_name(files: Iterable[tuple[str, Path]]) -> dict[str, Path]:
@@ -167,9 +174,17 @@ def _read_pairs(source: Path, pairs: Pairs) -> list[Row]:
     if CASE in repr(pairs):
         expect(len(pairs) == 2 and CASE in repr(pairs[0]), "pairs", pairs, "two patterns, (images, labels)")
         return _match(source, _as_list(pairs[0]), pairs[1])
-    for row in pairs:
-        expect(is_list(row) and len(row) == 2, "pairs", row, what, TypeError)
-    return [([source / name for name in _as_list(images)], mask and source / mask) for images, mask in pairs]
+    return [_read_row(source, row, what) for row in pairs]
+
+
+def _read_row(source: Path, row: Any, what: str) -> Row:
+    """Return the files of a row ``(image, label)``."""
+    expect(is_list(row) and len(row) == 2, "pairs", row, what, TypeError)
+    images, label = _as_list(row[0]), row[1]
+    names = images if label is None else [*images, label]
+    are_paths = all(isinstance(name, (str, os.PathLike)) and os.fspath(name) for name in names)
+    expect(are_paths, "pairs", row, "paths in each row (image, label), or None for no label volume", TypeError)
+    return [source / name for name in images], None if label is None else source / label
 
 
 def _as_list(names: Any) -> list[Any]:
@@ -178,8 +193,15 @@ def _as_list(names: Any) -> list[Any]:
 
 def _read_table(source: Path, path: Path) -> list[Row]:
     """Return the rows of a CSV file: its column ``label``, and all others as channels."""
-    expect(path.is_file(), "pairs", str(path), "a CSV file, or patterns with {case}", FileNotFoundError)
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    what = "an existing CSV file, or two patterns with {case}, (images, labels)"
+    expect(path.is_file(), "pairs", str(path), what, FileNotFoundError)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"pairs: expected a CSV file in UTF-8, got {str(path)!r} ({error}). Save it as UTF-8."
+        ) from error
+    with io.StringIO(text, newline="") as file:
         table = csv.DictReader(file)
         columns = list(table.fieldnames or ())
         what = f"a CSV file whose first line names the columns: one for each channel, and {LABEL!r}"
@@ -195,11 +217,12 @@ def _read_table(source: Path, path: Path) -> list[Row]:
 def _match(source: Path, images: list[Any], label: Any) -> list[Row]:
     """Return the files that patterns find, joined by what stands for ``{case}``."""
     masks = {} if label is None else _find(source, label)
-    # The pattern "{case}.nii.gz" also fits the label volumes "{case}_seg.nii.gz" beside the volumes.
-    taken = set(masks.values())
-    columns = [
-        (each, {case: path for case, path in _find(source, each).items() if path not in taken}) for each in images
-    ]
+    columns = []
+    for each in images:
+        found = _find(source, each)
+        # The pattern "{case}.nii.gz" also fits the label volumes "{case}_seg.nii.gz" beside the volumes.
+        kept = set(_others(found.values(), masks.values()))
+        columns.append((each, {case: path for case, path in found.items() if path in kept}))
     return _joined("pairs", columns if label is None else [*columns, (label, masks)], has_masks=label is not None)
 
 
@@ -222,7 +245,7 @@ def _joined(name: str, columns: Sequence[tuple[str, Mapping[str, Path]]], *, has
         if missing:
             raise FileNotFoundError(
                 f"{name}: expected a file of {column!r} for each case, got none for {len(missing)} of {len(cases)}: "
-                f"{missing[:SHOWN]}. Pass pairs= with a list of the files that belong together."
+                f"{missing[:SHOWN]}. Say which files belong together with pairs= (--pairs), patterns or a list."
             )
     rows = [[files[case] for _, files in columns] for case in cases]
     return [(row[:-1], row[-1]) if has_masks else (row, None) for row in rows]
@@ -246,25 +269,39 @@ def _read_description(source: Path, with_labels: bool) -> Found | None:
 
 
 def _listed(images: Path, found: Mapping[str, Any], with_labels: bool) -> list[Row]:
-    """Return the training files that the Decathlon lists, if they are there; nnU-Net lists them without ``_0000``."""
-    listed = found.get("training") if images.name == "imagesTr" else None
-    if not (isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed)):
+    """Return the files that the Decathlon lists, if they are there; nnU-Net lists them without ``_0000``.
+
+    A training case is a mapping with ``image`` and ``label``, a test case the path of its image.
+    """
+    listed = found.get("training" if images.name == "imagesTr" else "test")
+    if not isinstance(listed, list):
         return []
     root = images.parent
-    rows = [([root / each["image"]], root / each["label"] if with_labels else None) for each in listed]
-    return rows if any(row[0][0].is_file() for row in rows) else []
+    cases = [each if isinstance(each, Mapping) else {"image": each} for each in listed]
+    if not any((root / str(case.get("image", ""))).is_file() for case in cases):
+        return []
+    names = ("image", "label") if with_labels else ("image",)
+    for case in cases:
+        what = f"paths of {' and '.join(names)} for each case"
+        expect(all(isinstance(case.get(name), str) for name in names), "dataset.json", dict(case), what)
+    return [([root / case["image"]], root / case["label"] if with_labels else None) for case in cases]
 
 
 def _numbered(images: Path, found: Mapping[str, Any], with_labels: bool) -> list[Row]:
     """Return nnU-Net's files: ``imagesTr/{case}_0000.nii.gz``, one per channel, and ``labelsTr/{case}.nii.gz``."""
     channels = found.get("channel_names", found.get("modality"))
     expect(isinstance(channels, Mapping) and channels, "channel_names of dataset.json", channels, "names of channels")
-    files = list_files(images, VOLUMES)
-    _kind_of(files, str(images))
+    files = list_files(images, SUFFIXES)
+    kind = _kind_of(files, str(images))
+    expect(kind != "images", "folder", str(images), "volumes, .npy or NIfTI files, not images")
     endings = {path.name[len(Path(_stem(path, images)).name) :] for path in files}
     ending = found.get("file_ending", min(endings))
     patterns = [f"{images.name}/{CASE}_{number:04}{ending}" for number in range(len(channels))]
-    return _match(images.parent, patterns, f"labelsTr/{CASE}{ending}" if with_labels else None)
+    rows = _match(images.parent, patterns, f"labelsTr/{CASE}{ending}" if with_labels else None)
+    left = _others(files, itertools.chain(*(paths for paths, _ in rows)))
+    what = f"files named {CASE}_0000{ending} to {CASE}_{len(channels) - 1:04}{ending}, one for each of its channels"
+    expect(not left, "dataset.json", [path.name for path in left[:SHOWN]], what)
+    return rows
 
 
 def _names_of_labels(labels: Mapping[str, Any]) -> tuple[str, ...]:

@@ -154,7 +154,11 @@ REFUSED = {
     "a row of three": ({"a": 1}, [("a.npy", "a.npy", "a.npy")], TypeError, "expected the path of a CSV file, rows of"),
     "a list of names": ({"a": 1}, ["a.npy"], TypeError, "pairs: expected the path of a CSV file, rows of"),
     "a dictionary": ({"a": 1}, {"a": "b"}, TypeError, "pairs: expected the path of a CSV file, rows of"),
-    "no table": ({"a": 1}, "pairs.csv", FileNotFoundError, "pairs: expected a CSV file, or patterns with {case}"),
+    "no table": ({"a": 1}, "pairs.csv", FileNotFoundError, "pairs: expected an existing CSV file, or two patterns"),
+    "a pattern alone": ({"a": 1}, "{case}.npy", FileNotFoundError, "or two patterns with {case}, .images, labels."),
+    "an empty name": ({"a": 1}, [("a.npy", "")], TypeError, "expected paths in each row .image, label., or None for"),
+    "no image": ({"a": 1}, [(None, "a.npy")], TypeError, "expected paths in each row"),
+    "two labels": ({"a": 1, "b": 2}, [("a.npy", ["b.npy"])], TypeError, "expected paths in each row"),
     "a label of other files": ({"a": 1}, [("a.npy", "b.txt")], ValueError, "expected volumes, .npy or NIfTI files"),
 }  # fmt: skip
 
@@ -180,6 +184,7 @@ def test_what_has_no_partner_or_two_is_refused(write, tmp_path, kind):
         ("label\nb.npy\n", "a CSV file whose first line names the columns"),
         ("", "a CSV file whose first line names the columns"),
         ("image,label\n", "expected at least one row"),
+        ("image,label\nä.npy,b.npy\n".encode("latin-1"), r"expected a CSV file in UTF-8, got '.*pairs.csv' "),
         ("image,label\na.npy,b.npy\na.npy,\n", r"line 3 of '.*pairs.csv': expected a file for each of \['image', 'lab"),
         ("image,label\na.npy\n", "line 2 of '.*pairs.csv': expected a file for each of"),
         ("image,label\na.npy,b.npy,c.npy\n", "line 2 of '.*pairs.csv': expected a file for each of"),
@@ -187,7 +192,7 @@ def test_what_has_no_partner_or_two_is_refused(write, tmp_path, kind):
 )
 def test_what_is_no_table(write, tmp_path, text, message):
     root = write({"a": 1, "b": 2, "c": 3})
-    (tmp_path / "pairs.csv").write_text(text)
+    (tmp_path / "pairs.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         pack_folder(root, tmp_path / "out", pairs=tmp_path / "pairs.csv")
 
@@ -320,7 +325,59 @@ def test_a_damaged_description_is_named(write, tmp_path):
         pack_folder(root, tmp_path / "out")
 
 
+@pytest.mark.parametrize("labels", [None, False])
+def test_nnunets_folder_is_known_inside_of_it(write, tmp_path, monkeypatch, labels):
+    root = write({"imagesTr/a_0000": 1, "imagesTr/a_0001": 2, "labelsTr/a": 3})
+    (root / "dataset.json").write_text(json.dumps(NNUNET))
+    monkeypatch.chdir(root / "imagesTr")
+    pack_folder(".", tmp_path / "out", labels=labels)
+    assert contents(tmp_path / "out") == {"a_0000": ([1, 2], 3) if labels is None else ([1, 2],)}
+
+
+@pytest.mark.parametrize("name", ["a_0002", "b"])
+def test_a_file_that_is_no_channel_of_nnunets_is_named(write, tmp_path, name):
+    root = write({"imagesTr/a_0000": 1, "imagesTr/a_0001": 2, "labelsTr/a": 3, f"imagesTr/{name}": 4})
+    (root / "dataset.json").write_text(json.dumps(NNUNET))
+    message = rf"expected files named {{case}}_0000.npy to {{case}}_0001.npy, .*, got \['{name}.npy'\]"
+    with pytest.raises(ValueError, match=message):
+        pack_folder(root, tmp_path / "out")
+
+
+def test_nnunets_images_are_no_volumes(tmp_path):
+    (tmp_path / "in" / "imagesTr").mkdir(parents=True)
+    (tmp_path / "in" / "imagesTr" / "a_0000.png").touch()
+    (tmp_path / "in" / "dataset.json").write_text(json.dumps(NNUNET))
+    with pytest.raises(ValueError, match=r"expected volumes, \.npy or NIfTI files, not images, got '.*imagesTr'"):
+        pack_folder(tmp_path / "in", tmp_path / "out")
+
+
+def test_the_test_images_of_the_decathlon(write, tmp_path):
+    root = write({"imagesTr/a": 1, "labelsTr/a": 2, "imagesTs/b": 3, "imagesTs/c": 4})
+    listed = ["./imagesTs/c.npy", "./imagesTs/b.npy"]
+    (root / "dataset.json").write_text(json.dumps({**DECATHLON, "test": listed}))
+    pack_folder(root / "imagesTs", tmp_path / "out")
+    assert contents(tmp_path / "out") == {"c": ([4],), "b": ([3],)}
+
+
+def test_a_case_of_the_decathlon_without_a_label_volume_is_named(write, tmp_path):
+    root = write({"imagesTr/a": 1})
+    (root / "dataset.json").write_text(json.dumps({**DECATHLON, "training": [{"image": "imagesTr/a.npy"}]}))
+    with pytest.raises(ValueError, match=r"expected paths of image and label for each case, got \{'image': 'imagesTr"):
+        pack_folder(root, tmp_path / "out")
+
+
 # Two folders.
+
+
+def test_a_folder_of_label_volumes_within_that_of_the_volumes(write, tmp_path, monkeypatch):
+    root = write({"a": 1, "masks/a": 2})
+    monkeypatch.chdir(tmp_path)
+    for number, (folder, labels) in enumerate((("in", "in/masks"), ("in", root / "masks"), (root, "./in/masks"))):
+        pack_folder(folder, tmp_path / str(number), labels=labels)
+        assert contents(tmp_path / str(number)) == {"a": ([1], 2)}
+    # Label volumes beside the volumes, named by their whole path.
+    pack_folder("in", tmp_path / "pairs", pairs=("masks/{case}.npy", str(root / "{case}.npy")))
+    assert contents(tmp_path / "pairs") == {"masks/a": ([2], 1)}
 
 
 def test_two_folders_by_equal_names(write, tmp_path):
