@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.loss import _Loss
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_turbo._checks import expect
 from lightning_turbo.amp.levels import HALF_DTYPES
@@ -51,13 +52,15 @@ def needs_float32(module: nn.Module) -> bool:
     """Return whether a module is of a type that is known to fail in half precision.
 
     These are losses; parametrizations such as ``orthogonal`` (torch's half gradient of it is NaN) and
-    ``spectral_norm``; instance norms that accumulate statistics; and a few modules of other packages.
+    ``spectral_norm``; modules under the older ``torch.nn.utils.spectral_norm``, whose hook multiplies a weight with a
+    buffer that it writes; instance norms that accumulate statistics; and a few modules of other packages.
     """
     if isinstance(module, _InstanceNorm):
         return module.track_running_stats
     kind = type(module)
     is_known = (kind.__module__.partition(".")[0], kind.__name__) in _KINDS
-    return is_known or isinstance(module, (_Loss, ParametrizationList))
+    has_norm = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    return is_known or has_norm or isinstance(module, (_Loss, ParametrizationList))
 
 
 def has_sparse_gradients(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ def orthogonal(kind):
 WEIGHTS = {
     **{kind: orthogonal(kind) for kind in ("matrix_exp", "cayley", "householder")},
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "older spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
 }
 
