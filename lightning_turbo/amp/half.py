@@ -35,8 +35,9 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lamb
 _HINT = (
     "During an O2 or O3 call, weights and inputs are half precision, which this operation does not support. Keep the "
     "module that calls it in float32: keep_fp32_modules=[its name or its class]. Or, if a step calls the forward of a "
-    "layer, call the layer itself, which casts its inputs: layer(x). Weights that follow others, as those of a "
-    "momentum encoder, are moved outside of the call."
+    "layer, call the layer itself, which casts its inputs: layer(x). A buffer that an earlier call has written is "
+    "float32: cast it where it meets half tensors. Weights that follow others, as those of a momentum encoder, are "
+    "moved outside of the call."
 )
 
 
@@ -105,7 +106,8 @@ class _Swap(NamedTuple):
     name: str
     wide: Tensor
     half: Tensor
-    address: int | None  # of the data of the copy of a parameter; ``parameter.data = ...`` changes it
+    version: int  # of the copy when it was made: 1 if the wide tensor was created in inference mode, otherwise 0
+    address: int | None  # of the data of the copy; ``tensor.data = ...`` changes it, but not the version
 
 
 class _Call:
@@ -466,8 +468,7 @@ class HalfCalls:
         if half is None:
             half = call.halves[id(wide)] = wide.to(self.dtype)
         holder[name] = half
-        address = _address_of(half) if holder is module._parameters else None
-        call.swaps.append(_Swap(module, holder, name, wide, half, address))
+        call.swaps.append(_Swap(module, holder, name, wide, half, half._version, _address_of(half)))
 
     def _needs_cast(self, tensor: Tensor | None) -> TypeGuard[Tensor]:
         return tensor is not None and tensor.is_floating_point() and tensor.dtype not in (self.dtype, *HALF_DTYPES)
@@ -518,15 +519,18 @@ class HalfCalls:
     @torch.no_grad()
     def _end_buffer(self, swap: _Swap) -> None:
         """Restore a buffer with what the call wrote to its copy. One that the call has replaced stays replaced."""
-        module, holder, name, wide, half, _ = swap
+        module, holder, name, wide, half, *_ = swap
+        # The kernels of norms, whose statistics stay half as in apex, do not change the version counter.
+        is_norm = isinstance(module, _NormBase)
         if holder.get(name) is half:
             holder[name] = wide
-            # The kernels of norms, whose statistics stay half as in apex, do not change the version counter.
-            is_norm = isinstance(module, _NormBase)
-            if half._version > 0 or is_norm:
+            is_written = _data_changed(swap)
+            if half.shape != wide.shape:
+                wide.data = half.to(wide.dtype)
+            elif is_written or is_norm:
                 # The other entries stay exact. ``data`` keeps the version counter, which autograd compares.
                 wide.data.copy_(torch.where(wide.to(half.dtype) == half, wide, half.to(wide.dtype)))
-            if half._version == 0 or is_norm:
+            if not is_written or is_norm:
                 return
         self._written[id(module), name] = module
 
@@ -535,7 +539,7 @@ class HalfCalls:
         for module in call.modules:
             for name, now in module._buffers.items():
                 if now is not None and now.dtype in HALF_DTYPES and (id(module), name) not in call.half_before:
-                    module._buffers[name] = now.detach().float()
+                    module._buffers[name] = now.float()  # in the graph as in float32
                     self._written[id(module), name] = module
 
 
@@ -563,9 +567,12 @@ def _was_written(swap: _Swap) -> bool:
     if swap.holder.get(swap.name) is not swap.half:
         return True
     # A recurrent network sets the data of its weights to flatten them. A weight of torch.func has no address.
-    if swap.address is None or isinstance(swap.module, nn.RNNBase):
-        return False
-    return swap.half._version > 0 or swap.half.data_ptr() != swap.address
+    return swap.address is not None and not isinstance(swap.module, nn.RNNBase) and _data_changed(swap)
+
+
+def _data_changed(swap: _Swap) -> bool:
+    """Return whether a call wrote to the copy or set its ``data``. Writes in place through ``data`` are not seen."""
+    return swap.half._version != swap.version or _address_of(swap.half) != swap.address
 
 
 def _address_of(tensor: Any) -> int | None:

@@ -241,6 +241,76 @@ def test_buffers_accumulate_exactly(level, replaces, alone):
     assert not part._forward_pre_hooks
 
 
+class Averaging(nn.Module):
+    """A module with weights, whose buffer a function writes."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.average, self.average[:4] * 0.99 + 0.01 * x.mean(0))
+        return self.layer(x) + self.average[:4].to(x.dtype)
+
+
+BUFFER_WRITES = {
+    "copy_": lambda buffer, new: buffer.copy_(new),
+    "data =": lambda buffer, new: setattr(buffer, "data", new),
+    "set_": lambda buffer, new: buffer.set_(new.to(buffer.dtype)),
+    "another shape": lambda buffer, new: setattr(buffer, "data", torch.cat([new, new[:1]])),
+}
+
+
+@pytest.mark.parametrize("write", BUFFER_WRITES)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_buffer_that_a_call_writes_in_any_way_is_as_in_float32(level, write):
+    twin = Averaging(BUFFER_WRITES[write])
+    net, _ = initialized(copy.deepcopy(twin), level)
+    for _ in range(100):
+        net(torch.full((2, 4), 2.0))
+        twin(torch.full((2, 4), 2.0))
+    assert net.average.dtype is torch.float32
+    torch.testing.assert_close(net.average, twin.average, rtol=0.01, atol=0.01)
+
+
+class Recurrent(nn.Module):
+    """Keeps its state in a buffer, with its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(1, 4))
+
+    def forward(self, x):
+        self.state = torch.tanh(self.layer(x + self.state))
+        return self.state
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_flow_through_a_state_in_a_buffer(level):
+    twin = Recurrent()
+    net, _ = initialized(copy.deepcopy(twin), level)
+    for each in (net, twin):
+        for _ in range(3):
+            out = each(torch.ones(1, 4))
+        out.float().sum().backward()
+    torch.testing.assert_close(net.layer.weight.grad, twin.layer.weight.grad, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_network_created_in_inference_mode_is_called_in_it(level):
+    x = torch.ones(2, 4)
+    with torch.inference_mode():
+        net = nn.Sequential(nn.Linear(4, 4), Averaging(lambda *_: None))
+        expected = net(x)
+        amp.initialize(net, opt_level=level, dtype=torch.bfloat16, verbosity=0)
+        for _ in range(2):
+            torch.testing.assert_close(net(x).float(), expected, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("make", [
     lambda: nn.BatchNorm1d(4, affine=False, momentum=0.001),
     lambda: nn.InstanceNorm1d(4, track_running_stats=True, momentum=0.001),
