@@ -66,7 +66,7 @@ class LevelCasts:
         casts = FunctionCasts(device_type, self.dtype, cast_lists)
         self.function_casts = casts if self.properties.patch_torch_functions else None
         self.half_calls: HalfCalls | None = None
-        self._written: list[str] = []  # see written_buffers()
+        self._written: list[str] = []  # names of written buffers, for the next run and for a checkpoint after this one
         # Weak references: a program may replace optimizers repeatedly, and their state is as large as the model.
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

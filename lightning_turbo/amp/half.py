@@ -77,7 +77,10 @@ def refuse_half(model: nn.Module, refused: Iterable[torch.dtype]) -> None:
 
 
 class Hook:
-    """A hook of a run. In a copy or pickle of its module it is a function of Python's own that does nothing."""
+    """A hook of a run. In a copy or pickle of its module it is a function of Python's own that does nothing.
+
+    So the copy computes as a plain module, and the pickle loads where this package is not installed.
+    """
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
@@ -174,12 +177,12 @@ class HalfCalls:
         # By identity, because the hash of a module may follow its state, as in metrics of torchmetrics.
         self._kept = {id(module): module for module in kept}
         self._step_owner = (roots[0], roots[0].forward) if steps else (None, None)
-        self._wide: dict[int, nn.Module] = {}  # modules whose own tensors are not cast
+        self._uncast: dict[int, nn.Module] = {}  # modules whose own tensors stay as they are, float32 or half
         self._undo = contextlib.ExitStack()
         self._call: _Call | None = None
         # Of all calls, by the id of a module:
         self._written: dict[tuple[int, str], nn.Module] = {}  # buffers that a call has written, float32 since then
-        self._is_outer: dict[int, bool] = {}  # whether the module was called by the program, not by another module
+        self._is_outer: dict[int, bool] = {}  # whether the module's last call was the program's, not another module's
         self._warned: set[str] = set()  # classes of networks whose loss a warning has named
 
     # The run
@@ -189,7 +192,7 @@ class HalfCalls:
         modules = {id(part): part for root in self._roots for part in root.modules()}
         below = (part for module in self._kept.values() for part in module.modules())
         alone = (part for root in self._roots for part in find_left_alone(root))
-        self._wide = {id(part): part for part in itertools.chain(below, alone)}
+        self._uncast = {id(part): part for part in itertools.chain(below, alone)}
         self._refuse_beside(modules)
         for module in modules.values():
             self._hook_module(module)
@@ -206,7 +209,7 @@ class HalfCalls:
             return
         for key, module in modules.items():
             # A LightningModule may keep lists of weights for its optimizers.
-            if key in self._wide or module is self._step_owner[0]:
+            if key in self._uncast or module is self._step_owner[0]:
                 continue
             own = ("_parameters", "_buffers", "_modules", *(_RNN_LISTS if isinstance(module, nn.RNNBase) else ()))
             name = next((name for name, value in vars(module).items() if name not in own and _holds_weights(value)), "")
@@ -222,10 +225,11 @@ class HalfCalls:
             self._hook_begin(module, self._enter_kept)
             self._hook_end(module, self._leave_kept)
         # Modules without weights, such as losses and metrics, compute outside calls in the dtype of their inputs.
-        elif id(module) not in self._wide and (_has_weights(module) or any(root is module for root in self._roots)):
+        elif id(module) not in self._uncast and (_has_weights(module) or any(root is module for root in self._roots)):
             self._hook_begin(module, self._enter)
 
-    # Both before all other hooks, which then see half weights, such as pruning hooks that compute a weight from others.
+    # Both come before the other hooks of the module: pre-hooks such as those of pruning, which compute a weight from
+    # others, find half weights, and hooks after an outermost call find float32 weights and outputs.
 
     def _hook_begin(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._undo.callback(module.register_forward_pre_hook(Hook(run), prepend=True, with_kwargs=True).remove)
@@ -416,7 +420,9 @@ class HalfCalls:
             raise AmpUsageError("O2 and O3: expected one process per device, got DataParallel. Train with DDP.")
         _refuse_cached(module)
         call = _Call(module, self._cast_modules(module))
-        if id(module) not in self._is_outer:  # now and not at the start, because most modules are never outermost
+        # The hook that ends outermost calls comes with the first one, because most modules never are outermost. torch
+        # looks for it after the forward pass.
+        if id(module) not in self._is_outer:
             self._hook_end(module, self._leave)
         self._note_caller(module, True)
         with contextlib.ExitStack() as stack:
@@ -435,7 +441,7 @@ class HalfCalls:
         seen = set()
         while waiting:
             module = waiting.pop()
-            if id(module) in seen or id(module) in self._wide:
+            if id(module) in seen or id(module) in self._uncast:
                 continue
             seen.add(id(module))
             waiting += [child for child in module._modules.values() if child is not None]
@@ -525,7 +531,7 @@ class HalfCalls:
         if holder.get(name) is half:
             holder[name] = wide
             is_written = _data_changed(swap)
-            if half.shape != wide.shape:
+            if half.shape != wide.shape:  # the call has set its data
                 wide.data = half.to(wide.dtype)
             elif is_written or is_norm:
                 # The other entries stay exact. ``data`` keeps the version counter, which autograd compares.
