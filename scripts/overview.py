@@ -25,7 +25,7 @@ SKILL = ROOT / "skills" / "lightning-turbo" / "SKILL.md"
 FULL = (ROOT / "docs" / "llms-full.txt", SKILL.with_name("llms-full.txt"))
 GUIDES = (
     "quick-start", "prefetching", "resume", "levels", "migration", "coming-from", "segmentation-monai",
-    "scale-out", "ray-train", "from-plain-pytorch", "dali-sharding-and-resume", "imagenet-apex-dali",
+    "scale-out", "ray-train", "from-plain-pytorch", "imagenet-apex-dali",
 )  # fmt: skip
 # Topic of benchmark pages -> first words of their file names, in the order of the navigation.
 TOPICS = {
