@@ -23,7 +23,7 @@ from lightning_turbo.errors import LightningMismatchError
 # Lightning's names. ``__getattr__`` reads this list and imports them from the bound copy, each on first use.
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-    from lightning.fabric.utilities.apply_func import move_data_to_device
+    from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars, move_data_to_device
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.profilers import PassThroughProfiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
+        _LoggerConnector as LoggerConnector,
+    )
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from lightning.pytorch.tuner.tuning import Tuner

@@ -24,6 +24,7 @@ from lightning_turbo._lightning import (
     ClosureResult,
     DataHooks,
     DataLoaderIterDataFetcher,
+    LoggerConnector,
     Metric,
     MixedPrecision,
     PassThroughProfiler,
@@ -33,6 +34,7 @@ from lightning_turbo._lightning import (
     Strategy,
     TrainingEpochLoop,
     block_parallel_sync_behavior,
+    convert_tensors_to_scalars,
     move_data_to_device,
 )
 from lightning_turbo._trainer import takes_batch_index
@@ -69,8 +71,13 @@ def install_lean(trainer: Any) -> Callable[[], None]:
     undo.callback(trainer.strategy.forget_overrides)
     _change_class(undo, loop, LeanEpochLoop)
     _change_class(undo, loop.automatic_optimization, LeanOptimization)
-    for results in (loop._results, loop.val_loop._results):
-        if type(results) is ResultCollection:
+    connector = trainer._logger_connector
+    logged = loop._results, loop.val_loop._results
+    # Another connector reads the numbers for the progress bar itself.
+    if type(connector) is LoggerConnector and all(type(results) is ResultCollection for results in logged):
+        undo.callback(_make_numbers, connector)
+        _change_class(undo, connector, LeanConnector)
+        for results in logged:
             _change_class(undo, results, LeanResults)
             undo.callback(_set_classes, results, ResultMetric)
             _set_classes(results, LeanMetric)
@@ -376,6 +383,51 @@ class LeanResults(ResultCollection):
         # Lightning stores each new metric here, right after creating it.
         super().__setitem__(key, metric)
         metric.__class__ = LeanMetric
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return the values for callbacks, loggers and the progress bar. Follows ``_ResultCollection.metrics``.
+
+        Those for the progress bar are tensors, which ``LeanConnector`` makes numbers of when they are read.
+        """
+        metrics: Any = {"callback": {}, "log": {}, "pbar": {}}
+        for _, metric in self.valid_items():
+            value = self._get_cache(metric, on_step)
+            if isinstance(value, Tensor):
+                name, forked_name = self._forked_name(metric, on_step)
+                if metric.meta.logger:
+                    metrics["log"][forked_name] = value
+                if self.training or (metric.meta.on_epoch and not on_step):
+                    metrics["callback"][name] = metrics["callback"][forked_name] = value
+                if metric.meta.prog_bar:
+                    metrics["pbar"][forked_name] = _for_progress_bar(metric, value)
+        return metrics
+
+
+def _for_progress_bar(metric: Any, value: Tensor) -> Any:
+    """Return a value that does not change, and that ``_make_numbers`` accepts."""
+    if value.numel() != 1:
+        return convert_tensors_to_scalars(value)  # Lightning's error
+    # A torchmetrics.Metric may return its state, which its next update changes in place.
+    return value if metric.is_tensor else value.clone()
+
+
+class LeanConnector(LoggerConnector):
+    """The logger connector. Values for the progress bar become numbers when they are read.
+
+    Lightning makes them numbers after each batch, for which the host waits for the device.
+    """
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values for the progress bar, as numbers. Follows ``_LoggerConnector.progress_bar_metrics``."""
+        super().progress_bar_metrics  # noqa: B018 (adds the values since the end of the last batch)
+        return _make_numbers(self)
+
+
+def _make_numbers(connector: Any) -> dict[str, float]:
+    shown = connector._progress_bar_metrics
+    shown.update(convert_tensors_to_scalars(shown))
+    return shown
 
 
 class LeanMetric(ResultMetric):

@@ -484,8 +484,8 @@ def test_the_lean_loop_on_ranks_computes_the_same_and_stops_after_the_same_batch
         assert stock["metrics"] == lean["metrics"]
         # Rank 1 gets the signal in batch 2 and sends it to rank 0 at the end of it; rank 0 receives it one batch later.
         assert (killed["batches"], killed["metrics"]) == (3, None)
-        # Lightning's broadcast fetches a value in each of 24 batches. The other fetches are for the progress bar.
-        assert stock["fetched"] - lean["fetched"] >= 24
+        # Lightning's broadcast fetches a value in each of 24 batches, and so does the progress bar.
+        assert lean["fetched"] < 24 <= stock["fetched"] - lean["fetched"]
 
 
 class Spawned(Logging):

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_turbo import ApexAMP, Doctor, ExactAccumulation, TurboStrategy
@@ -454,6 +455,81 @@ def test_a_metric_that_is_in_place_is_not_moved_again(monkeypatch):
         counts.append(len(moved))
     assert counts[0] - counts[1] >= 16  # ten steps
     assert counts[1] <= 8  # before the first step and after the last
+
+
+class Fetches(TorchDispatchMode):
+    """Counts the values that the host fetches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+class ShowsAll(Net):
+    """Logs a value and a metric for the progress bar in each step."""
+
+    def __init__(self):
+        super().__init__(log=False)
+        self.total = torchmetrics.SumMetric()  # its value is its state, which the next step changes in place
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.total(loss.detach())
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log("total", self.total, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+
+class ReadsTwice(pl.Callback):
+    """Reads the values of the bar after a batch, and before the next one has logged."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if index in (3, 7):
+            self.seen.append(dict(trainer.progress_bar_metrics))
+
+
+def test_a_value_for_the_progress_bar_is_fetched_when_it_is_read():
+    counts, seen = [], []
+    for strategy in (stock, lean):
+        for read in (pl.Callback(), ReadsTwice()):
+            trainer, fetches = small_trainer(strategy(), callbacks=[read]), Fetches()
+            with fetches:
+                trainer.fit(ShowsAll(), batches(), batches(count=8))
+            counts.append(fetches.count)
+            shown = trainer.progress_bar_metrics
+            assert {type(value) for value in shown.values()} == {float}
+            seen.append((dict(shown), getattr(read, "seen", [])))
+    assert seen[:2] == seen[2:]
+    assert len(seen[3][1]) == 2
+    stock_alone, _, lean_alone, lean_read = counts
+    assert stock_alone - lean_alone >= 20  # ten steps, two values in each
+    assert lean_read - lean_alone == 4  # two reads
+
+
+@pytest.mark.parametrize("strategy", [stock, lean])
+def test_a_metric_with_several_values_is_refused_for_the_progress_bar(strategy):
+    class Pair(torchmetrics.MeanMetric):
+        def compute(self):
+            return super().compute().repeat(2)
+
+    class LogsPair(Net):
+        def __init__(self):
+            super().__init__(log=False)
+            self.pair = Pair()
+
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            self.pair(loss.detach())
+            self.log("pair", self.pair, prog_bar=True)
+            return loss
+
+    with pytest.raises(ValueError, match="does not contain a single element"):
+        small_trainer(strategy()).fit(LogsPair(), batches(), batches(count=8))
 
 
 def on_meta(metric):
