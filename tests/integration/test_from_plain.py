@@ -33,7 +33,6 @@ def test_all_loaders_give_the_same_batches():
     first = run("class DataLoaderX")["batches"]
     assert sorted(number for batch in first for number in batch) == list(range(20))
     assert run("PrefetchLoader(range")["batches"] == first
-    assert isinstance(run("class Numbers")["trainer"].train_dataloader, lightning_turbo.PrefetchLoader)
 
 
 def test_a_generator_gives_the_same_items():
@@ -44,6 +43,6 @@ def test_a_generator_gives_the_same_items():
 
 def test_every_code_block_is_tested():
     tried = ("amp.initialize", "ApexAMP(", "class DataLoaderX", "PrefetchLoader(range", "@background",
-             "PrefetchIterator(", "class Numbers", "DevicePrefetcher(")  # fmt: skip
+             "PrefetchIterator(", "DevicePrefetcher(")  # fmt: skip
     assert [sum(needle in block for needle in tried) for block in BLOCKS] == [1] * len(tried)
     assert run("DevicePrefetcher(")["target"].tolist() == [4, 5, 6, 7]
