@@ -168,7 +168,7 @@ class ApexGradScaler:
             yield
         except BaseException:
             # An incomplete pass leaves scaled gradients, which would count as unscaled. Where earlier passes have left
-            # scaled ones too, which nobody has set aside, they stay.
+            # scaled ones too, which are not in `before`, they stay.
             for param in {p for o in optimizers for p in params_of(o)} - _scaled_parameters(optimizers):
                 param.grad = before.get(param)
             raise
