@@ -39,8 +39,8 @@ class Line(NamedTuple):
         function: The function that the line is in.
         call: The function that the line has called, if that is a Python function.
         kind: "network" if it calls a module, or what Lightning and torch's optimizers and loaders do by themselves,
-            "torch" for another function of torch, "library" for one of another library and ``self.log``, "direct" for
-            the line itself and for functions in C.
+            "torch" for another function of torch, "library" for one of another library, ``self.log`` and all in a
+            metric of torchmetrics, "direct" for the line itself and for functions in C.
         in_network: Whether the line is in a module that the user's step has called.
         logs: Whether it was in ``self.log``.
     """
@@ -184,14 +184,14 @@ class Sampler:
 
     def _line(self, frame: FrameType, inner: list[FrameType]) -> Line:
         called = [each for each in inner if not each.f_code.co_filename.startswith("<")]
-        code = frame.f_code
+        code, within = frame.f_code, _within(frame, self._base)
         return Line(
             file=code.co_filename,
             line=frame.f_lineno or code.co_firstlineno,
             function=code.co_name,
             call=called[-1].f_code.co_name if called else "",
-            kind=_kind_of_call(called),
-            in_network=_is_in_network(frame, self._base),
+            kind="library" if within == "metric" else _kind_of_call(called),
+            in_network=within == "network",
         )
 
 
@@ -234,14 +234,16 @@ def _kind_of_call(called: list[FrameType]) -> str:
     return "network" if _is_call_of_module(called[-1]) else "torch"
 
 
-def _is_in_network(frame: FrameType, base: FrameType | None) -> bool:
-    """Return whether a module was called between Lightning and this frame."""
+def _within(frame: FrameType, base: FrameType | None) -> str:
+    """Return what was called between Lightning and this frame: "metric" of torchmetrics, "network" for a module."""
     for each in _stack(frame, base):
+        if package_of(each.f_code.co_filename) == "torchmetrics":
+            return "metric"
         if kind_of(each.f_code.co_filename) == "machinery":
-            return False
+            return ""
         if _is_call_of_module(each):
-            return True
-    return False
+            return "network"
+    return ""
 
 
 def _loads(frame: FrameType) -> bool:

@@ -146,12 +146,12 @@ class StepWatch:
             entry[1].add(self.watched)
             entry[2] += seconds
 
-    def _note_call(self, kind: str, name: str, caller: FrameType | None, seconds: float) -> None:
-        self.guard.note(self._note_python, kind, name, caller, seconds)
+    def _note_call(self, kind: str, name: str, caller: FrameType | None) -> None:
+        self.guard.note(self._note_python, kind, name, caller)
 
-    def _note_python(self, kind: str, name: str, caller: FrameType | None, seconds: float) -> None:
-        # log_dict calls log, and Lightning computes logged metrics: the line is behind Lightning's own frames.
-        self.note(kind, name, self.sources.site(caller, through=kind in ("log", "metric")), seconds)
+    def _note_python(self, kind: str, name: str, caller: FrameType | None) -> None:
+        # log_dict calls log: the line is behind Lightning's own frames.
+        self.note(kind, name, self.sources.site(caller, through=kind == "log"))
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Call a torch function and record what it does."""

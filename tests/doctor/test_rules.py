@@ -226,11 +226,6 @@ CASES = {
         (replace(CPU, threads=1, loader=replace(WORKERS, workers=9)), None),  # the rule about workers
     ],
     "prints": [(replace(CPU, calls=calls("print")), "info"), (CPU, None)],
-    "metric-in-step": [
-        (replace(CPU, phases={"forward": 0.05}, calls=calls("metric", seconds=0.0201)), "warning"),
-        (replace(CPU, phases={"forward": 0.05}, calls=calls("metric", seconds=0.0199)), "info"),
-        (CPU, None),
-    ],
     "small-groups": [
         (replace(CPU, phases={"optimizer": 0.01, "forward": 0.1}, optimizers=adam(groups=32, kinds=3)), "warning"),
         (replace(CPU, phases={"optimizer": 0.001, "forward": 0.1}, optimizers=adam(groups=32, kinds=3)), "info"),
@@ -333,7 +328,7 @@ def test_findings_are_sorted_by_level_and_cost():
 
 
 BY_TIME = ("waits-for-data", "workers", "copy-bound", "loop-overhead", "many-objects", "small-groups",
-           "waits-without-computing", "metric-in-step", "slow-line")  # fmt: skip
+           "waits-without-computing", "slow-line")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BY_TIME)

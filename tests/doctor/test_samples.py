@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -157,6 +158,20 @@ def test_a_line_in_a_module_that_a_line_calls_is_in_the_network():
     assert not samples_here().in_network
     block(torch.ones(1))
     assert (block.line.function, block.line.in_network, block.line.kind) == ("forward", True, "direct")
+
+
+class Distance(torchmetrics.Metric):
+    def update(self, x):
+        self.line = samples_here()
+
+    def compute(self):
+        return torch.zeros(())
+
+
+def test_a_line_in_a_metric_of_the_user_is_not_the_networks_work():
+    metric = Distance()
+    metric(torch.ones(1))
+    assert (metric.line.function, metric.line.in_network, metric.line.kind) == ("update", False, "library")
 
 
 def frames_of(call, *files):

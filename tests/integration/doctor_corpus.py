@@ -85,17 +85,6 @@ class Model(Base):
         groups = [{"params": [each], "weight_decay": 0.01 * (each.ndim > 1)} for each in self.parameters()]
         return torch.optim.AdamW(groups)  # <- small-groups
 ---
-from torchmetrics import MeanMetric
-
-class Model(Base):
-    def __init__(self):
-        super().__init__()
-        self.mean = MeanMetric()
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.mean(loss.detach())  # <- metric-in-step
-        return loss
----
 class Many(Dataset):
     def __len__(self):
         return 40

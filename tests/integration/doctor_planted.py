@@ -134,7 +134,7 @@ PLANTED = {
     ),
     "metric in each step": (
         {"before": HEAVY_METRIC, "made": "self.metric = Slow()", "step": "self.metric(self.loss(batch))"},
-        {"metric-in-step"}, "Slow is computed",
+        {"slow-line"}, "torch.linalg.svd",
     ),
 }  # fmt: skip
 CLEAN = {

@@ -25,7 +25,7 @@ PHASES = {
 PARTS = {"validation": "validation", "validation start": "validation", "metrics": "metrics"}
 COMPUTES = (
     "Do it once before the training, in the dataset, where worker processes or a thread do it ahead, or by torch on "
-    "the whole batch in place of a loop."
+    "the whole batch in place of a loop; a metric by update(...) in the step and compute() once an epoch."
 )
 """Remedies where the line has no own one."""
 REMEDIES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_turbo.doctor.facts import WAITING, Facts
+from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.doctor.rules.rule import LAYER, Hit, hits_of_calls, rule
 
 __all__: list[str] = []
@@ -28,18 +28,6 @@ def _price(facts: Facts, hits: Iterator[Hit]) -> Iterator[Hit]:
     """On a CPU nothing waits and nothing is copied: the hits become info, without a cost."""
     for hit in hits:
         yield hit if facts.cuda else replace(hit, level="info", cost=FREE, seconds=0.0)
-
-
-@rule(
-    "metric-in-step",
-    "what-lightning-does-already",
-    "Update the metric in the step, metric.update(...), and compute it once an epoch: self.log(name, metric, "
-    "on_step=False, on_epoch=True).",
-    by_time=True,
-)
-def _metric_in_step(facts: Facts) -> Iterator[Hit]:
-    for hit in hits_of_calls(facts, "metric", "{name} is computed in the step, {rate}", level="warning"):
-        yield hit if hit.seconds > WAITING * facts.step else replace(hit, level="info")
 
 
 @rule(
