@@ -87,8 +87,8 @@ def _hooks_in_steps(
 def _hooks_between(
     marks: Sequence[Mark], lines: tuple[LineTime, ...], find_site: Callable[[str], Site | None]
 ) -> list[HookTime]:
-    """Return the hooks at the borders of the first epoch and the loggers there, slowest first."""
-    sums = hooks_of(marks, "hooks", "loggers")
+    """Return the hooks at the borders of the first epoch, slowest first."""
+    sums = hooks_of(marks, "hooks")
     return [
         HookTime(name=hook, seconds=spent, site=_site(lines, spent, "hooks", hook) or find_site(hook))
         for (epoch, hook), spent in sorted(sums.items(), key=lambda item: -item[1])

@@ -27,10 +27,9 @@ PARTS = {
     "steps": "steps",
     "validation start": "start of validation, with its processes",
     "validation": "validation",
-    "metrics": "metrics (compute, synchronization)",
+    "metrics": "metrics (compute, synchronization) and loggers",
     "checkpoints": "checkpoints",
     "hooks": "hooks at the borders of an epoch",
-    "loggers": "loggers",
 }
 """The parts of a fit in order, with their names in a report."""
 PHASES = {
@@ -50,8 +49,6 @@ NEXT = "train_dataloader_next"
 EPOCH = "run_training_epoch"
 BACKWARD = "backward"
 SAVE = "save_checkpoint"
-LOGGING = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint")
-"""Methods of loggers, whose calls Lightning does not report to its profiler."""
 _HOOKS = {
     "data": (NEXT,),
     "copy": ("batch_to_device", "transfer_batch_to_device"),
@@ -161,8 +158,9 @@ class Timeline:
     """The moments of a fit in ``marks``, and where it is now.
 
     A ``Session`` calls ``begin`` when fit sets up. The Trainer keeps its profiler; the profiler's ``start`` and
-    ``stop`` and the methods with which loggers write now also add a mark, until ``stop`` restores them. At most one
-    step is open: it begins as its batch is fetched, and ends where the next one is, a validation or the epoch's end.
+    ``stop`` now also add a mark, until ``stop`` restores them. At most one step is open: it begins as its batch is
+    fetched, and ends where the next one is, a validation or the epoch's end. What loggers write, which is no action,
+    counts for the part and phase that follow the action before it.
 
     Args:
         guard: Keeps errors of the listener away from the run.
@@ -196,11 +194,6 @@ class Timeline:
             ReplacedMethod(profiler, "start", self._on_start),
             ReplacedMethod(profiler, "stop", self._on_stop),
         ]
-        for logger in trainer.loggers:
-            for name in LOGGING:
-                if callable(getattr(logger, name, None)):
-                    action = _LoggerAction(self, f"[Logger]{type(logger).__name__}.{name}")
-                    self._replaced.append(ReplacedMethod(logger, name, action))
         self._mark()
 
     def stop(self) -> None:
@@ -233,7 +226,7 @@ class Timeline:
         # The action that encloses all steps carries no information.
         if action != EPOCH:
             outer = self._stack[-1][1:] if self._stack else self._gap
-            self._stack.append((action, self._part_of(action, hook, outer[0]), phase_of(action) or outer[1]))
+            self._stack.append((action, self._part_of(hook, outer[0]), phase_of(action) or outer[1]))
             self._mark()
         self._listener.begin_hook(hook)
 
@@ -348,21 +341,20 @@ class Timeline:
             self.marks[self._begun :] = [each._replace(step=-1) for each in self.marks[self._begun :]]
             self._listener.drop_step(self.step)
 
-    def _part_of(self, action: str, hook: str, outer: str) -> str:
+    def _part_of(self, hook: str, outer: str) -> str:
         """Return the part of the fit to which an action belongs, inside an action of the part ``outer``."""
-        is_logger = action.startswith("[Logger]")
         if self._is_checking:
             return "sanity check"
         if hook == SAVE or (self._stack and outer == "checkpoints"):
             return "checkpoints"
-        if self._stack and not is_logger:
+        if self._stack:
             return outer
         if self.is_open:
             is_first = hook == NEXT and not self.epochs[-1].steps
             return "first batch" if is_first else "steps"
         if not self.epochs:
             return "set-up"
-        return "loggers" if is_logger else self._part_between_steps(hook)
+        return self._part_between_steps(hook)
 
     def _part_between_steps(self, hook: str) -> str:
         if self._validated is None or hook in _BORDER_HOOKS:
@@ -371,31 +363,11 @@ class Timeline:
         return "validation start" if is_first else "validation"
 
 
-class _LoggerAction:
-    """A logger's method whose calls become actions of a timeline, from its ``begin`` to its ``stop``.
-
-    The logger's own method gets the same arguments, and its errors pass through.
-    """
-
-    def __init__(self, timeline: Timeline, action: str) -> None:
-        self.timeline = timeline
-        self.action = action
-
-    def __call__(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        guard = self.timeline._guard
-        guard.run(self.timeline.start, self.action)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            guard.run(self.timeline.end, self.action)
-
-
 def phase_of(action: str) -> str | None:
     """Return the phase of one of Lightning's profiler actions, ``None`` if it only encloses others."""
     phase = _PHASE_OF_HOOK.get(action.rpartition(".")[2])
     if phase is None and action.startswith("["):
-        is_logging = action.startswith("[Logger]") or (action.startswith("[Callback]") and "Progress" in action)
-        return "logging" if is_logging else "hooks"
+        return "logging" if action.startswith("[Callback]") and "Progress" in action else "hooks"
     return phase
 
 

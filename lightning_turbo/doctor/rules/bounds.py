@@ -74,5 +74,5 @@ def _loop_overhead(facts: Facts) -> Iterator[Hit]:
         what += f", the longest of them {facts.longest_hook}"
     turbo = TURBO.get(facts.run.strategy)
     lean = f"Trainer(strategy={turbo!r}) calls hooks directly and logs without waiting. " if turbo else ""
-    rare = "Do the work of your own hooks and callbacks every so many steps only."
+    rare = "Do the work of your own hooks and callbacks every so many steps only, and log less often."
     yield _hit(facts, "loop", what, _level(facts, "loop"), lean + rare)

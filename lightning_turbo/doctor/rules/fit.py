@@ -98,12 +98,13 @@ def _long_validation(facts: Facts) -> Iterator[Hit]:
     "slow-metrics",
     "what-lightning-does-already",
     "Compute less often, or cheaper metrics: what a metric keeps of each sample makes compute longer with each batch. "
-    "Metrics that are equal on all ranks need no synchronization.",
+    "Metrics that are equal on all ranks need no synchronization. A logger that waits for a server can write less "
+    "often.",
 )
 def _slow_metrics(facts: Facts) -> Iterator[Hit]:
     seconds = facts.fit.of("metrics")
     if not _is_little(facts, seconds):
-        what = "metrics are computed and brought together at the end of a validation and of an epoch"
+        what = "metrics are computed, brought together and logged at the end of a validation and of an epoch"
         yield _hit(facts, what, seconds, site=facts.line_in(seconds, "metrics") or facts.validation_step)
 
 
