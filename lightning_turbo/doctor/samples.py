@@ -144,15 +144,15 @@ class Sampler:
 
     def _count(self, frame: FrameType | None) -> None:
         now, cpu, last = time.perf_counter(), time.process_time(), self._last
-        self._last = (now, cpu)
-        if self.is_paused:
-            return
-        line = self.find(frame)
-        if not line.file and (other := self._line_of_a_thread(frame)) is not None:
-            line = other
-        key = self._mark(), line
-        self.seconds[key] += now - last[0]
-        self.computing[key] += cpu - last[1]
+        if not self.is_paused:
+            line = self.find(frame)
+            if not line.file and (other := self._line_of_a_thread(frame)) is not None:
+                line = other
+            key = self._mark(), line
+            self.seconds[key] += now - last[0]
+            self.computing[key] += cpu - last[1]
+        # What the sample itself has computed would make a line that sleeps look as if it computed.
+        self._last = (now, time.process_time())
 
     def _line_of_a_thread(self, frame: FrameType | None) -> Line | None:
         """Return the line of a thread that loads while this one waits for its batch, if one does."""
