@@ -185,8 +185,7 @@ class FitFacts:
 
     def of(self, *names: str) -> float:
         """Return the seconds of some parts; without names, of all parts of training."""
-        once = ("set-up", "sanity check")
-        return sum(s for name, s in self.parts.items() if name in names or (not names and name not in once))
+        return sum(s for name, s in self.parts.items() if name in names or (not names and name != "set-up"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,6 @@ from lightning_turbo.doctor.timeline import Mark, Timeline, hooks_of, parts_of
 
 __all__ = ["fit_facts"]
 
-BEFORE = ("set-up", "sanity check")
-"""Parts before the first epoch."""
-BEGINS = ("start", "first batch")
-"""Parts with which an epoch begins: the second one as all later ones."""
 SHORTEST = 1e-3
 """Hooks that take fewer seconds of what was seen are not named."""
 
@@ -62,9 +58,10 @@ def _parts(timeline: Timeline, marks: Sequence[Mark], epochs: int) -> dict[str, 
         return sum(sums.get((epoch, name), 0.0) for epoch in of)
 
     found = {name: part(name, *range(1, epochs + 1)) for _, name in sums}
-    found |= {name: part(name, 0) for name in BEFORE}
+    found["set-up"] = part("set-up", 0)
+    # The second epoch begins as all later ones do.
     if timeline.epochs[0].ended:
-        found |= {name: part(name, *((2,) if timeline.has_border else (0, 1))) for name in BEGINS}
+        found["first batch"] = part("first batch", *((2,) if timeline.has_border else (0, 1)))
     return found
 
 

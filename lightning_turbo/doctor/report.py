@@ -189,7 +189,7 @@ def _fit_rows(fit: FitFacts, width: int) -> Iterator[str]:
     for part, title in PARTS.items():
         seconds = fit.parts.get(part, 0.0)
         share = seconds / (total or 1.0)
-        if part in ("set-up", "sanity check"):
+        if part == "set-up":
             yield f"  {title:39}{seconds:10.3f} s once"
         elif share >= ROW:
             yield f"  {title:39}{seconds:10.3f} s {share:6.1%}  {'#' * round((width - 60) * share)}".rstrip()

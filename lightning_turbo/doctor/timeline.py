@@ -20,10 +20,8 @@ __all__ = [
 ]  # fmt: skip
 
 PARTS = {
-    "set-up": "set-up",
-    "sanity check": "sanity check",
-    "start": "start of loading, with its processes",
-    "first batch": "first batch of an epoch",
+    "set-up": "set-up, with the sanity check",
+    "first batch": "first batch of an epoch, with the start of its processes",
     "steps": "steps",
     "validation start": "start of validation, with its processes",
     "validation": "validation",
@@ -58,8 +56,8 @@ _HOOKS = {
 }
 _PHASE_OF_HOOK = {hook: phase for phase, hooks in _HOOKS.items() for hook in hooks}
 _PART_OF_GAP = {
-    "on_train_start": "start",
-    NEXT: "start",
+    "on_train_start": "first batch",
+    NEXT: "first batch",
     "on_validation_model_eval": "validation start",
     "on_validation_epoch_end": "metrics",
 }
@@ -184,7 +182,6 @@ class Timeline:
         self._gap = ("set-up", "hooks")  # part and phase while no action is open
         self._begun = 0  # the number of marks when the open step began
         self._trained = False  # whether the open step has reached on_train_batch_end
-        self._is_checking = False  # whether the sanity check is running
         self._validated: int | None = None  # batches of the current validation
 
     def begin(self, trainer: Any) -> None:
@@ -264,7 +261,8 @@ class Timeline:
         """Name the part to which the time before this hook belongs, where no action covered it."""
         # Later batches are also fetched right after a validation.
         is_later = hook == NEXT and self.epochs and self.epochs[-1].steps > 0
-        if hook in _PART_OF_GAP and not (self.is_open or self._is_checking or is_later) and self.marks:
+        is_check = not self.epochs and "validation" in hook
+        if hook in _PART_OF_GAP and not (self.is_open or is_check or is_later) and self.marks:
             self.marks[-1] = self.marks[-1]._replace(part=_PART_OF_GAP[hook])
 
     def _follow(self, hook: str) -> None:
@@ -275,11 +273,7 @@ class Timeline:
             self._open_step()
         elif "validation" in hook or hook.endswith(("_epoch_end", "_dataloader")):
             self._close_step()
-        if hook == "on_sanity_check_start":
-            self._is_checking = True
-            self._gap = ("sanity check", "hooks")
-        elif not self._is_checking:
-            self._follow_epoch(hook)
+        self._follow_epoch(hook)
 
     def _follow_epoch(self, hook: str) -> None:
         if hook in ("on_train_epoch_start", EPOCH):
@@ -303,12 +297,9 @@ class Timeline:
 
     def _follow_end(self, hook: str) -> None:
         """Update the state when an outermost action ends."""
-        if hook == "on_sanity_check_end":
-            self._is_checking = False
-            self._gap = ("set-up", "hooks")
-        elif self._is_checking:
+        if not self.epochs:  # set-up and the sanity check
             return
-        elif hook == "on_train_batch_end":
+        if hook == "on_train_batch_end":
             self._trained = True
             self._gap = ("steps", "logging")
         elif hook in ("on_validation_epoch_end", "on_train_epoch_end"):
@@ -343,8 +334,6 @@ class Timeline:
 
     def _part_of(self, hook: str, outer: str) -> str:
         """Return the part of the fit to which an action belongs, inside an action of the part ``outer``."""
-        if self._is_checking:
-            return "sanity check"
         if hook == SAVE or (self._stack and outer == "checkpoints"):
             return "checkpoints"
         if self._stack:

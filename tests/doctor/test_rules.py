@@ -165,9 +165,9 @@ CASES = {
         (replace(CPU, loader=replace(LOADER, workers=2), epochs=3, batches=50), "info"),
         (replace(CPU, loader=replace(LOADER, workers=2), epochs=1, batches=49), None),
         (replace(CPU, loader=replace(LOADER, workers=2, persistent_workers=True), epochs=3), None),
-        (fit(WORKERS, start=0.7, **{"first batch": 0.5}), "warning"),
+        (fit(WORKERS, **{"first batch": 1.2}), "warning"),
         (fit(WORKERS, **{"first batch": 0.5}), "info"),
-        (fit(replace(WORKERS, persistent_workers=True), start=0.7, **{"first batch": 0.5}), None),
+        (fit(replace(WORKERS, persistent_workers=True), **{"first batch": 1.2}), None),
         (replace(fit(WORKERS, **{"validation start": 1.2}), loader=LOADER), "warning"),
         (replace(fit(WORKERS, **{"validation start": 0.5}), loader=LOADER), "info"),
         (replace(fit(WORKERS), loader=LOADER), None),
@@ -234,7 +234,6 @@ CASES = {
     ],
     "slow-first-batch": [
         (fit(**{"first batch": 1.2}), "warning"),
-        (fit(start=0.7, **{"first batch": 0.5}), "warning"),
         (fit(**{"first batch": 0.6}), "info"),
         (fit(epoch=False, **{"first batch": 3.0}), None),  # of an epoch that may be much longer
         (fit(**{"first batch": 0.4}), None),

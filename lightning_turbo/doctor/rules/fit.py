@@ -43,7 +43,7 @@ def _persistent_workers(facts: Facts) -> Iterator[Hit]:
     epochs = facts.run.epochs
     if _starts_again(facts.loader) and epochs != 1:
         what = f"persistent_workers=False: each epoch starts {facts.loader.workers} new workers"
-        seconds = fit.of("start", "first batch") if fit.is_epoch else 0.0
+        seconds = fit.of("first batch") if fit.is_epoch else 0.0
         if seconds:
             yield _hit(facts, what, seconds, site=facts.loader.site)
         else:
@@ -70,10 +70,10 @@ def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
     # The rule about persistent workers covers restarted worker processes.
     if _starts_again(facts.loader) or not facts.fit.is_epoch:
         return
-    beyond = facts.fit.of("start", "first batch") - facts.phases.get("data", 0.0)
+    beyond = facts.fit.of("first batch") - facts.phases.get("data", 0.0)
     if not _is_little(facts, beyond) and facts.run.epochs > 1:
         what = f"the first batch of an epoch takes {beyond:.2f} s longer than others"
-        yield _hit(facts, what, beyond, site=facts.line_in(beyond, "start") or facts.loader.site)
+        yield _hit(facts, what, beyond, site=facts.line_in(beyond, "first batch") or facts.loader.site)
 
 
 @rule(
@@ -85,7 +85,7 @@ def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
 def _long_validation(facts: Facts) -> Iterator[Hit]:
     fit = facts.fit
     seconds = fit.of("validation start", "validation")
-    is_longer = seconds > fit.of("steps", "start", "first batch")
+    is_longer = seconds > fit.of("steps", "first batch")
     often = fit.validations > 1 or (fit.validations == 1 and not fit.is_epoch)
     if not seconds or not (is_longer or (often and seconds > SHARE * fit.of())):
         return

@@ -22,7 +22,7 @@ PHASES = {
     "optimizer": "the optimizer's step",
     "logging": "self.log",
 }
-PARTS = {"validation": "validation", "validation start": "validation", "metrics": "metrics"}
+PARTS = {"validation": "validation", "validation start": "validation", "metrics": "metrics and logging"}
 COMPUTES = (
     "Do it once before the training, in the dataset, where worker processes or a thread do it ahead, or by torch on "
     "the whole batch in place of a loop; a metric by update(...) in the step and compute() once an epoch."
