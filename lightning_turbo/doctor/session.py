@@ -35,7 +35,7 @@ __all__ = ["Session"]
 # Strategies with plain tensors; with others, a function mode might change something.
 _PLAIN = {"SingleDeviceStrategy", "DDPStrategy"}
 _FAST_PATHS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder, torch.nn.MultiheadAttention)
-ANOMALY = ("detect_anomaly", "set_detect_anomaly")
+ANOMALY = "(set_)?detect_anomaly"
 VALIDATED = 2
 """Batches of validation that are watched."""
 
@@ -221,7 +221,7 @@ class Session(Listener):
                 calls=self.watch.calls(),
                 retained=self.retention.find(sources),
                 anomaly=self.watch.anomaly,
-                anomaly_site=sources.setting(*ANOMALY) if self.watch.anomaly else None,
+                anomaly_site=sources.setting(ANOMALY) if self.watch.anomaly else None,
                 biases=collect.cancelled_biases(module, self.watch.biases, sources),
             ),
             timed=len(steps),

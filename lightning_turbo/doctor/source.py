@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import linecache
 import os
@@ -103,15 +102,15 @@ class Sources:
         found = self._find(type(root.get_submodule(owner)), rf"SELF\.{re.escape(name)}\b[^=(]*=[^=]")
         return found or (self.layer(root, owner) if owner else None)
 
-    def setting(self, *names: str) -> Site | None:
-        """Return the line that passes one of ``names`` as an argument, or calls it, with anything but ``False``.
+    def setting(self, name: str) -> Site | None:
+        """Return the first line that passes or calls a setting, a regular expression, but not with ``False``.
 
         All own files are searched, starting with those of ``objects``.
         """
         files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())} - {"None"}
         own = filter(self.owns_file, files)
         for file in sorted(own, key=lambda file: (file not in self._first, file)):
-            if line := _find_setting("".join(linecache.getlines(file)), names):
+            if line := _find_setting("".join(linecache.getlines(file)), name):
                 return Site(file=file, line=line)
         return None
 
@@ -171,30 +170,11 @@ def kind_of(file: str) -> str:
     return "library" if installed or file.startswith(("<", _HERE, _TORCH, *_STANDARD)) else "own"
 
 
-def _find_setting(source: str, names: tuple[str, ...]) -> int:
-    """Return the first line of a file that passes or calls one of ``names`` without ``False``; 0 if there is none."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):
-        return 0
-    settings = chain.from_iterable(_settings(node, names) for node in nodes)
-    return min((line for line, values in settings if not any(map(_is_false, values))), default=0)
-
-
-def _settings(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[int, list[ast.expr]]]:
-    """Yield the lines where a node sets one of ``names``, and the values: an argument, a key of a dict, a call."""
-    if isinstance(node, ast.keyword) and node.arg in names:
-        yield node.lineno, [node.value]
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
-        yield node.lineno, [*node.args, *(each.value for each in node.keywords)]
-    elif isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and key.value in names:
-                yield key.lineno, [value]
-
-
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
+def _find_setting(source: str, name: str) -> int:
+    """Return the first line that passes or calls a setting, but not with ``False``; 0 if there is none."""
+    pattern = rf"\b{name}(\s*[=(]|['\"]\s*:)(?!\s*(\w+=)?False\b)"
+    lines = enumerate(source.splitlines(), 1)
+    return next((number for number, line in lines if re.search(pattern, line.partition("#")[0])), 0)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -21,11 +21,11 @@ __all__ = [
 
 PARTS = {
     "set-up": "set-up, with the sanity check",
-    "first batch": "first batch of an epoch, with the start of its processes",
+    "first batch": "first batch, with the start of workers",
     "steps": "steps",
     "validation start": "start of validation, with its processes",
     "validation": "validation",
-    "metrics": "metrics (compute, synchronization) and loggers",
+    "metrics": "metrics and loggers",
     "checkpoints": "checkpoints",
     "hooks": "hooks at the borders of an epoch",
 }

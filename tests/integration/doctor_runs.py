@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_turbo import ApexAMP
 from tests.trainers import quiet_trainer
 
-QUIET = [pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`.*")]
+QUIET = [pytest.mark.filterwarnings("ignore:You have turned on .*detect_anomaly.*")]
 SHORT = {"warmup": 1, "timed": 2, "watched": 3}
 
 
