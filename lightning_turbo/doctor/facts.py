@@ -169,6 +169,12 @@ class HookTime:
     in_steps: bool = False  # whether it runs in steps, not at the border of epochs
     site: Site | None = None
 
+    @property
+    def shown(self) -> str:
+        """The user's name for it: without the kind of its owner and the arguments in its key."""
+        owner, _, name = self.name.partition("]")[2].rpartition(".")
+        return f"{owner.partition('{')[0]}.{name}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitFacts:
@@ -198,7 +204,6 @@ class Facts:
     steps: tuple[float, ...] = ()  # seconds of each timed step
     phases: dict[str, float] = field(default_factory=dict)  # mean seconds of a timed step in each phase
     typical: dict[str, float] = field(default_factory=dict)  # median seconds of a timed step in each phase
-    longest_hook: str = ""  # the slowest action in the phases "hooks" and "logging"
     loader: Loader = Loader()
     validation_loader: Loader = Loader()
     fit: FitFacts = FitFacts()

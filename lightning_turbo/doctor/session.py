@@ -228,7 +228,6 @@ class Session(Listener):
             steps=tuple(sum(step.values()) for step in steps),
             phases=phases,
             typical=_move(phases_of(steps, typical=True), logging),
-            longest_hook=_longest(steps),
             loader=loader,
             validation_loader=collect.validation_loader_facts(trainer, sources, self.fit),
             fit=fit_facts(self.timeline, marks, steps, seconds, lines, self._site_of_hook),
@@ -304,19 +303,6 @@ def _move(phases: dict[str, float], logging: dict[str, float]) -> dict[str, floa
     moved = {phase: phases.get(phase, 0.0) * share for phase, share in logging.items() if phase != "logging"}
     rest = {phase: seconds - moved.get(phase, 0.0) for phase, seconds in phases.items()}
     return {**rest, "logging": rest["logging"] + sum(moved.values())} if rest else {}
-
-
-def _longest(steps: Any) -> str:
-    """Return the slowest hook or logging call and its time; empty if below a tenth of the step."""
-    sums: dict[str, float] = {}
-    for (hook, phase), seconds in (item for step in steps for item in step.items()):
-        if phase in ("hooks", "logging") and hook.startswith("[") and not hook.startswith("[Callback]Doctor."):
-            sums[hook] = sums.get(hook, 0.0) + seconds
-    hook = max(sums, key=lambda each: sums[each], default="")
-    whole = sum(seconds for step in steps for seconds in step.values())
-    if not hook or 10 * sums[hook] < whole:
-        return ""
-    return f"{hook.partition(']')[2]} ({sums[hook] / len(steps) * 1e3:.2f} ms)"
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

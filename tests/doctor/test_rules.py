@@ -428,13 +428,12 @@ def test_the_remedies_for_a_compute_bound_step(facts, words, others):
     ("TurboStrategy", None), ("FSDPStrategy", None),
 ])  # fmt: skip
 def test_a_turbo_strategy_is_recommended_for_short_steps_where_it_can_replace_the_strategy(strategy, named):
-    facts = replace(
-        CPU, strategy=strategy, phases={"forward": 0.0005, "hooks": 0.0004}, longest_hook="Mine.on_fit (1 ms)"
-    )
+    hook = HookTime(name="[Callback]Mine{'n': 1}.on_fit", seconds=0.001, in_steps=True)
+    facts = replace(CPU, strategy=strategy, phases={"forward": 0.0005, "hooks": 0.0004}, fit=FitFacts(hooks=(hook,)))
     (finding,) = (each for each in diagnose(facts) if each.rule == "loop-overhead")
     assert ("turbo" in finding.remedy) == (named is not None)
     assert named is None or named in finding.remedy
-    assert "the longest of them Mine.on_fit (1 ms)" in finding.what
+    assert "the longest of them Mine.on_fit (1.00 ms)" in finding.what
 
 
 def lines(*numbers, **more):

@@ -70,8 +70,8 @@ def _loop_overhead(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "loop" and not facts.pays_for_loop:
         return
     what = "{share} of the step is hooks, callbacks and logging"
-    if facts.longest_hook:
-        what += f", the longest of them {facts.longest_hook}"
+    for hook in [each for each in facts.fit.hooks if each.in_steps][:1]:
+        what += f", the longest of them {hook.shown} ({hook.seconds * 1e3:.2f} ms)"
     turbo = TURBO.get(facts.run.strategy)
     lean = f"Trainer(strategy={turbo!r}) calls hooks directly and logs without waiting. " if turbo else ""
     rare = "Do the work of your own hooks and callbacks every so many steps only, and log less often."

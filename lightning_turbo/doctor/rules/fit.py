@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_turbo.doctor.facts import NOTICEABLE, SLOW_LINE, Facts, HookTime, Loader, Site
+from lightning_turbo.doctor.facts import NOTICEABLE, SLOW_LINE, Facts, Loader, Site
 from lightning_turbo.doctor.rules.rule import Hit, rule
 
 __all__: list[str] = []
@@ -130,14 +130,8 @@ def _slow_hook(facts: Facts) -> Iterator[Hit]:
             if hook.seconds > max(SLOW_LINE, SHARE / 2 * facts.step):
                 level = "warning" if hook.seconds > SHARE * facts.step and hook.seconds > NOTICEABLE else "info"
                 cost = f"{{ms}} ms a step, {hook.seconds / facts.step:.0%} of it (measured)"
-                what = f"{_name(hook)} takes {hook.seconds * 1e3:.2f} ms in each step"
+                what = f"{hook.shown} takes {hook.seconds * 1e3:.2f} ms in each step"
                 yield Hit(what, hook.site, cost, level, seconds=hook.seconds)
         elif not _is_little(facts, hook.seconds):
-            what = f"{_name(hook)} takes {hook.seconds:.2f} s, at the border of an epoch"
+            what = f"{hook.shown} takes {hook.seconds:.2f} s, at the border of an epoch"
             yield _hit(facts, what, hook.seconds, site=hook.site)
-
-
-def _name(hook: HookTime) -> str:
-    """Return the user's name for a hook: without the kind of its owner and the arguments in its key."""
-    owner, _, name = hook.name.partition("]")[2].rpartition(".")
-    return f"{owner.partition('{')[0]}.{name}"
