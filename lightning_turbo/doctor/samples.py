@@ -62,7 +62,8 @@ class Sampler:
 
     Where it starts in the main thread and nobody uses ``SIGALRM``, a timer interrupts that thread; a sample counts the
     time since the one before, because Python handles a signal only after a call of C code. ``stop`` puts the handler
-    back. Elsewhere a thread looks at the stack, which can be one call off, because it runs when a call lets it.
+    back. Elsewhere a thread looks at the stack. It waits up to 5 ms for the GIL, so that a short loop in pure Python
+    may be counted for the next line that lets it run, and be missed.
 
     Args:
         adopted: Packages whose lines count where no line outside of installed packages is running.

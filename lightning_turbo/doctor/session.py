@@ -272,7 +272,7 @@ class Session(Listener):
         if self.watch.table is None:
             notes.append("another profile function is set: calls such as self.log(prog_bar=True) were not watched")
         if self.sampler.by_thread:
-            notes.append("lines were sampled by a thread, as the timer is taken: a line may be one call off")
+            notes.append("lines were sampled by a thread, as the timer is taken: short loops in Python may be missed")
         if self.sampler.lost:
             notes.append("the program has set SIGALRM meanwhile, or a stack could not be read: lines may be missing")
         reason = "training_step(dataloader_iter) fetches its batches itself" if self.fetches else self.watch.reason
