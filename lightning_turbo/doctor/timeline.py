@@ -157,8 +157,8 @@ class Timeline:
 
     A ``Session`` calls ``begin`` when fit sets up. The Trainer keeps its profiler; the profiler's ``start`` and
     ``stop`` now also add a mark, until ``stop`` restores them. At most one step is open: it begins as its batch is
-    fetched, and ends where the next one is, a validation or the epoch's end. What loggers write, which is no action,
-    counts for the part and phase that follow the action before it.
+    fetched, and ends where the next one is, a validation or the epoch's end. What loggers write is not reported
+    to the profiler: it counts for the part and phase that follow the action before it.
 
     Args:
         guard: Keeps errors of the listener away from the run.
