@@ -197,6 +197,7 @@ CASES = {
         (replace(CPU, phases={"forward": 0.1}, lines=(line(0.09, own=0.001, torch=0.001),)), None),  # of the network
         (replace(CPU, phases={"forward": 0.1}, lines=(line(0.02, phase="hooks"),)), None),  # named with its hook
         (replace(CPU, phases=SLOW, loader=LOADER, lines=(line(0.02, phase="data"),)), "warning"),
+        (replace(CPU, phases={"data": 0.005}, loader=LOADER, lines=(line(0.004, phase="data"),)), "info"),
         (replace(CPU, phases={"logging": 0.04}, lines=(line(0.005, phase="logging"),)), "info"),
         (replace(CPU, phases={"logging": 0.04}, lines=(line(0.0051, phase="logging"),)), "warning"),
         (replace(CPU, phases=SLOW, lines=(line(0.02, phase="data", where="in worker processes"),)), "warning"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -75,8 +76,9 @@ def _in_steps(facts: Facts, line: LineTime, seconds: float, verb: str) -> Hit:
     where = f" {line.where}" if line.where else ""
     place = PHASES.get(line.phase, line.phase)
     what = f"{_shown(line)} {verb} {seconds / facts.step:.0%} of the step, in {place}{where}"
-    # A value is logged in each step of many scripts, and that costs a part of a millisecond.
-    level = "info" if line.phase == "logging" and seconds <= NOTICEABLE else "warning"
+    # Many scripts log a value and load cheap samples in each step: a few milliseconds are no fault of theirs.
+    short = {"logging": seconds, "data": facts.phases.get("data", 0.0)}.get(line.phase, math.inf) <= NOTICEABLE
+    level = "info" if short else "warning"
     return Hit(what, line.site, "{ms} ms a step (sampled)", level, seconds=seconds, remedy=_remedy(facts, line))
 
 
