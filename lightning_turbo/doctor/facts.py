@@ -186,7 +186,6 @@ class FitFacts:
     validations: int = 0
     validated: int = 0  # batches of validation
     saves: int = 0
-    has_border: bool = False  # whether the first batch of a second epoch was seen
     hooks: tuple[HookTime, ...] = ()  # slowest first
 
     def of(self, *names: str) -> float:

@@ -45,7 +45,6 @@ def fit_facts(
         validations=sum(each.validations for each in seen),
         validated=sum(each.validated for each in seen),
         saves=sum(each.saves for each in seen),
-        has_border=timeline.has_border,
         hooks=(*_hooks_in_steps(steps, batches, lines, find_site), *_hooks_between(marks, lines, find_site)),
     )
 

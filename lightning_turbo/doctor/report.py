@@ -197,7 +197,7 @@ def _fit_rows(fit: FitFacts, width: int) -> Iterator[str]:
 
 def _fit_as_json(fit: FitFacts) -> dict[str, Any]:
     """Return the table as plain values."""
-    names = ("is_epoch", "batches", "validations", "validated", "saves", "has_border")
+    names = ("is_epoch", "batches", "validations", "validated", "saves")
     parts = [{"name": name, "title": title, "seconds": fit.parts.get(name, 0.0)} for name, title in PARTS.items()]
     return {
         **{name: getattr(fit, name) for name in names},

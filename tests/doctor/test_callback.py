@@ -499,14 +499,14 @@ def seen_of(**more):
 
 def test_the_report_waits_for_the_border_of_an_epoch():
     fit = seen_of()
-    assert (fit.is_epoch, fit.has_border, fit.batches, fit.validations, fit.validated) == (True, True, 12, 1, 2)
+    assert (fit.is_epoch, fit.batches, fit.validations, fit.validated) == (True, 12, 1, 2)
     assert min(fit.of("steps"), fit.of("validation"), fit.of("hooks"), fit.of("first batch")) > 0
     assert fit.of("validation") > 0.04
 
 
 def test_a_report_that_waits_for_nothing_comes_after_the_watched_steps():
     fit = seen_of(doctor={"minutes": 0})
-    assert (fit.is_epoch, fit.has_border, fit.batches, fit.validations) == (False, False, 6, 0)
+    assert (fit.is_epoch, fit.batches, fit.validations) == (False, 6, 0)
 
 
 def test_a_validation_is_waited_for_where_the_border_is_far(monkeypatch):
