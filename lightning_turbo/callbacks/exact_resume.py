@@ -126,6 +126,7 @@ class ExactResume(Callback):
         # The epoch with which this run goes on, as a whole: Lightning has called iter() for it before its
         # on_train_epoch_start. For later ones it calls it after that, whatever it has called before.
         self._first_epoch: int | None = None
+        self._begun: dict[str, Any] | None = None  # with what that iter() was called
         # Whether a checkpoint was saved before the training began, as by a search for a learning rate or batch size.
         self._is_searching = False
         self._replaced: list[ReplacedMethod] = []
@@ -145,7 +146,7 @@ class ExactResume(Callback):
     def _end(self) -> None:
         self._restored = None
         self._is_training = False
-        self._first_epoch = None
+        self._first_epoch = self._begun = None
         self._is_searching = False
         self._put_back()
 
@@ -158,7 +159,9 @@ class ExactResume(Callback):
         _warn_of_average(trainer)
         self._is_searching = _is_starting(trainer) and not self._is_training
         fit = checkpoint["loops"]["fit_loop"]
-        own = _state_of_rank(trainer, _place_of(trainer, fit), fit, trainer.current_epoch == self._first_epoch)
+        has_begun = trainer.current_epoch == self._first_epoch
+        own = _state_of_rank(trainer, _place_of(trainer, fit), fit, has_begun)
+        own["begun"] = self._begun if has_begun and not _is_taken(trainer.fit_loop) else None
         if self._restored is not None and self._restored.validation["due"]:
             own["validation"] = self._restored.validation
         _leave_to_lightning(trainer, fit)
@@ -197,6 +200,7 @@ class ExactResume(Callback):
             self._replaced += restored.begin_training(trainer)
             if restored.is_whole and getattr(trainer.fit_loop, "is_resuming", False):
                 self._first_epoch = trainer.current_epoch
+                self._begun = restored.begun
 
 
 def attach_exact_resume(trainer: Any) -> None:
@@ -322,9 +326,13 @@ def _count_unused(loop: Any, used: int) -> int:
     if fetcher is None or fetcher.fetched is None:
         return 0
     # A fetcher counts the batches of its own time. In the epoch in which a run goes on, that begins after those which
-    # the stopped run had used, until the epoch loop takes it and adds these; then it calls this hook of the loop.
-    is_taken = fetcher._start_profiler == loop.epoch_loop._on_before_fetch
-    return max(0, fetcher.fetched - used * is_taken)
+    # the stopped run had used, until the epoch loop takes it and adds these.
+    return max(0, fetcher.fetched - used * _is_taken(loop))
+
+
+def _is_taken(loop: Any) -> bool:
+    """Whether the epoch loop has taken batches of the fetcher, or is about to: it then calls this hook of the loop."""
+    return loop._data_fetcher is not None and loop._data_fetcher._start_profiler == loop.epoch_loop._on_before_fetch
 
 
 def _states_of_loaders(loop: Any, unused: int, has_begun: bool) -> list[Any]:
@@ -414,7 +422,12 @@ def _describe_validation(trainer: Any, fit: dict[str, Any]) -> dict[str, Any]:
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     within = trainer.validating and (not _has_validated(fit) or error_under_way() is not None)
     loaders = [each if _counts(each) else None for each in _loaders(val_loop)]
-    states = [None if each is None else each.state_of_next(again=within) for each in loaders]
+    # One after another they begin, in Lightning's usual mode: the latest pass of those that have not is an earlier one.
+    latest = getattr(getattr(val_loop._combined_loader, "_iterator", None), "_iterator_idx", inf)
+    states = [
+        None if each is None else each.state_of_next(again=within and number <= latest)
+        for number, each in enumerate(loaders)
+    ]
     first = loaders[0] if loaders else None
     random = first.random_at_start() if within and first is not None else {}
     return {
@@ -445,6 +458,9 @@ class _Restored:
         self._epochs = epochs
         self._place = place
         self.is_whole = place.over and not self.validation["due"]
+        # With what iter() is called. Where the stopped run had called it and used nothing, that is what it was called
+        # with there: a PrefetchLoader goes on with its pass, and others begin theirs again.
+        self.begun: dict[str, Any] = own["begun"] or {name: own[name] for name in ("random", "generators")}
         self._random = own["random"]
         self._has_begun = False
 
@@ -461,15 +477,15 @@ class _Restored:
             )
         for loader, state in zip(stateful, saved, strict=False):
             self._load(loader, state)
-        self._set_generators(loop)
+        self._set_generators(loop, self.begun["generators"])
         for loader in _loaders(loop):
             # Before iter(), with which worker processes get their first indices.
             set_sampler_epoch(loader, self._epochs)
-        _set_random_states(trainer, self._random)
+        _set_random_states(trainer, self.begun["random"])
 
-    def _set_generators(self, loop: Any) -> None:
+    def _set_generators(self, loop: Any, saved: list[Any]) -> None:
         """Set the generators of loaders that do not save them, if they hold as many as they did."""
-        for loader, states in zip(_loaders(loop), self.own["generators"], strict=False):
+        for loader, states in zip(_loaders(loop), saved, strict=False):
             generators = _generators_of(loader)
             if len(generators) == len(states):
                 for generator, state in zip(generators, states, strict=True):
@@ -485,7 +501,9 @@ class _Restored:
             )
         if is_counted(state):
             over = self._place.over and (state["consumed"] > 0 or not self.own["has_begun"])
-            loader.load_state_dict({**state, "over": over})
+            # The first batch of the pass after one that is over is not one that was fetched ahead of it.
+            before_batch = None if over else state["before_batch"]
+            loader.load_state_dict({**state, "over": over, "before_batch": before_batch})
         elif not (self._place.over and isinstance(loader, _torchdata())):
             # torchdata's own would yield nothing: its state is that of an epoch without a batch that is left.
             loader.load_state_dict(state)
@@ -493,7 +511,7 @@ class _Restored:
     def set_up(self, trainer: Any, set_up: Callable[[], None]) -> None:
         """Have Lightning set up its loaders, and note the random states with which the training begins."""
         set_up()
-        if self._has_begun and self.is_whole:
+        if self._has_begun and self.is_whole and not self.own["begun"]:
             self._random = _random_states(trainer)
 
     def begin_training(self, trainer: Any) -> list[ReplacedMethod]:
@@ -504,6 +522,7 @@ class _Restored:
             self.set_up(trainer, lambda: iter(loop._data_fetcher))
         if not self._place.over:
             self._restore_exhausted(loop._combined_loader)
+        self._set_up_validation(trainer)
         replaced = self._restore_counters(trainer)
         said: list[str] = []
         if not (self._place.over or self._place.begins):
@@ -511,7 +530,7 @@ class _Restored:
             _warn_of_other_batches(trainer, self.own, self._place.used)
         self._load_validation(_loaders(loop.epoch_loop.val_loop))
         if not self.is_whole:  # iter() may have drawn from them
-            self._set_generators(loop)
+            self._set_generators(loop, self.own["generators"])
         _set_random_states(trainer, self._random)
         said += _tell_of_ranks(self.own["ranks"])
         if said:
@@ -524,10 +543,26 @@ class _Restored:
         if len(exhausted) == len(self.own["exhausted"]):
             combined._iterator._consumed = list(self.own["exhausted"])
 
+    def _set_up_validation(self, trainer: Any) -> None:
+        """Have Lightning set up the loaders of the validation, if the stopped run had some.
+
+        It does so by itself only where one is due in this epoch, and their states are to be loaded now.
+        """
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        if self.validation["loaders"] and loop._combined_loader is None:
+            trainer.validating = True
+            loop.setup_data()
+            trainer.training = True
+
     def _load_validation(self, loaders: list[Any]) -> None:
+        known: list[int] = []
         for loader, state in zip(loaders, self.validation["loaders"], strict=False):
             if state is not None and _counts(loader) and loader.may_begin_with(state):
-                loader.load_state_dict(state)
+                own = list(map(id, loader.make_order().generators))
+                # What loaders share goes on from where the first of them has left it.
+                generators = state["generators"] if set(own).isdisjoint(known) else []
+                loader.load_state_dict({**state, "generators": generators})
+                known += own
 
     def _restore_counters(self, trainer: Any) -> list[ReplacedMethod]:
         loop = trainer.fit_loop
@@ -563,7 +598,7 @@ class _Restored:
             for loader in filter(_counts, _loaders(loop)):
                 if loader.loaded is not None:
                     loader.make_order().set_own(loader.loaded["generators"])
-            self._set_generators(loop)
+            self._set_generators(loop, self.own["generators"])
         loop._last_train_dl_reload_epoch = epoch // every * every
 
     def _update_waiting(self, trainer: Any) -> None:
@@ -608,7 +643,7 @@ def _state_without_callback(fit: dict[str, Any]) -> dict[str, Any]:
     """Return what is known of a checkpoint that was saved without this callback."""
     states = fit["state_dict"].get("combined_loader", [])
     return {
-        "random": None, "ranks": 0, "data_ranks": 0, "counted": True, "has_begun": False, "metrics": {},
+        "random": None, "ranks": 0, "data_ranks": 0, "counted": True, "has_begun": False, "begun": None, "metrics": {},
         "plateaus": False, "loaders": states, "batch_sizes": [], "generators": [], "exhausted": [],
         "validation": {"due": _is_within_validation(fit), "loaders": [], "reloaded": -inf},
     }  # fmt: skip
@@ -620,7 +655,9 @@ def _own_state(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if rank < len(ranks):
         return ranks[rank]
     first = ranks[0]
-    return {**first, "random": None if first["random"] is None else _derive_random_states(first["random"], rank)}
+    random_states = None if first["random"] is None else _derive_random_states(first["random"], rank)
+    begun = first["begun"] and {**first["begun"], "random": random_states}
+    return {**first, "random": random_states, "begun": begun}
 
 
 # Lightning's counters, in a checkpoint

@@ -268,6 +268,41 @@ def check_next(kind, hook, tmp_path):
     assert rest.validated == whole.validated[-len(rest.validated) :]
 
 
+def generators_of_their_own():
+    return [PrefetchLoader(Rows(), 4, shuffle=True, generator=seeded(seed)) for seed in (3, 4)]
+
+
+def one_generator():
+    generator = seeded(3)
+    return [PrefetchLoader(Rows(), 4, shuffle=True, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("place", [
+    ("validation_step", 0, 1), ("on_validation_epoch_end", None, 1), ("on_validation_end", None, 1),
+])  # fmt: skip
+@pytest.mark.parametrize("make", [generators_of_their_own, one_generator])
+def test_two_validation_loaders_with_generators_go_on_with_them(make, place, tmp_path, monkeypatch):
+    """The first fails in the first loader of a validation, when the second one has not begun."""
+    monkeypatch.setitem(VALIDATION, "two with generators", lambda broken: make())
+    check("two with generators", tmp_path, "prefetch", *place)
+
+
+@pytest.mark.parametrize("batches", [2, 10])
+def test_a_validation_of_every_second_epoch_continues_the_generator_of_its_loader(batches, tmp_path):
+    """Lightning sets up no loaders of a validation where a run goes on in an epoch without one."""
+    nets, ckpt = [], tmp_path / "at.ckpt"
+    for path in (None, ckpt):
+        nets.append(Net())
+        save = Save(ckpt, batches) if path is None else ()
+        callbacks = (Prefetch(), save) if save else (Prefetch(),)
+        settings = {"check_val_every_n_epoch": 2, "max_epochs": 4, "callbacks": callbacks}
+        fit(nets[-1], tmp_path, "with a generator", path, seed=bool(path), **settings)
+    whole, rest = nets
+    assert rest.validated
+    assert rest.validated == whole.validated[-len(rest.validated) :]
+    assert rest.metrics == whole.metrics[-len(rest.metrics) :]
+
+
 class Reloaded(pl.LightningDataModule):
     """Its loaders are created again in each epoch, with newly seeded generators."""
 

@@ -498,6 +498,21 @@ def test_loaders_with_prefetch_start_the_next_epoch_as_in_an_uninterrupted_run(n
     check_next_epoch(name, limit, hook, PrefetchDataModule, tmp_path)
 
 
+@BEGINS_ONCE
+@pytest.mark.parametrize("base", [LightningDataModule, PrefetchDataModule])
+@pytest.mark.parametrize("name", [
+    "plain", "plain, workers", "plain, NumPy", "torchdata", "torchdata, generator", "plain, dataset",
+])  # fmt: skip
+def test_an_epoch_at_whose_start_a_run_stopped_several_times_begins_as_in_an_uninterrupted_one(name, base, tmp_path):
+    """A run that goes on there has called iter() before its hook, and the next one calls it again."""
+    make = FOREIGN[name]
+    straight, path = run(make, base, None, ExactResume()), None
+    for there in (tmp_path / "first", tmp_path / "second", tmp_path / "third"):
+        run(make, base, path, ExactResume(), Save(there, 4, "on_train_epoch_start"))
+        path = there
+    assert run(make, base, path, ExactResume()) == straight[4:]
+
+
 def check_next_epoch(name, limit, hook, base, tmp_path):
     length = 3 if limit == 3 else 5 if "replacement" in name else 4
     seen = check(FOREIGN[name], base, tmp_path / "c", 2 * length, hook, (ExactResume,), limit_train_batches=limit)

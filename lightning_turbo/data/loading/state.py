@@ -93,8 +93,7 @@ def state_of(loader: Any, progress: Any, consumed: int, unused: int) -> dict[str
         "length": loader.length(),
         "over": over,
         "epoch": progress.number,
-        # Of two unused batches the states before the first are not known.
-        "held": [] if unused > 1 else list(map(generator_state, progress.held)),
+        "held": _held_states(progress, unused),
         "before_batch": progress.before_latest if unused == 1 else None,
         "workers": loader.num_workers,
         "stream": [each for each in progress.states if each[0] <= consumed][-1:] if loader.asks_stream else [],
@@ -103,6 +102,15 @@ def state_of(loader: Any, progress: Any, consumed: int, unused: int) -> dict[str
     if not over:
         _warn_of_lost_states(loader)
     return state
+
+
+def _held_states(progress: Any, unused: int) -> list[Any]:
+    """Return the states of the generators that the dataset holds, before the first of the unused batches."""
+    if unused > 1:
+        return []  # those before the first of two are not known
+    if progress.is_untouched and progress.state is not None:
+        return progress.state["held"]  # they are set at the first batch
+    return list(map(generator_state, progress.held))
 
 
 def _describe_order(loader: Any, progress: Any, consumed: int, *, is_first_again: bool) -> dict[str, Any]:
