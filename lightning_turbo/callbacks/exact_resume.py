@@ -477,19 +477,11 @@ class _Restored:
             )
         for loader, state in zip(stateful, saved, strict=False):
             self._load(loader, state)
-        self._set_generators(loop, self.begun["generators"])
+        _set_generators(loop, self.begun["generators"])
         for loader in _loaders(loop):
             # Before iter(), with which worker processes get their first indices.
             set_sampler_epoch(loader, self._epochs)
         _set_random_states(trainer, self.begun["random"])
-
-    def _set_generators(self, loop: Any, saved: list[Any]) -> None:
-        """Set the generators of loaders that do not save them, if they hold as many as they did."""
-        for loader, states in zip(_loaders(loop), saved, strict=False):
-            generators = _generators_of(loader)
-            if len(generators) == len(states):
-                for generator, state in zip(generators, states, strict=True):
-                    set_generator_state(generator, state)
 
     def _load(self, loader: Any, state: Any) -> None:
         if is_counted(state) != _counts(loader):
@@ -530,7 +522,7 @@ class _Restored:
             _warn_of_other_batches(trainer, self.own, self._place.used)
         self._load_validation(_loaders(loop.epoch_loop.val_loop))
         if not self.is_whole:  # iter() may have drawn from them
-            self._set_generators(loop, self.own["generators"])
+            _set_generators(loop, self.own["generators"])
         _set_random_states(trainer, self._random)
         said += _tell_of_ranks(self.own["ranks"])
         if said:
@@ -598,7 +590,7 @@ class _Restored:
             for loader in filter(_counts, _loaders(loop)):
                 if loader.loaded is not None:
                     loader.make_order().set_own(loader.loaded["generators"])
-            self._set_generators(loop, self.own["generators"])
+            _set_generators(loop, self.own["generators"])
         loop._last_train_dl_reload_epoch = epoch // every * every
 
     def _update_waiting(self, trainer: Any) -> None:
@@ -619,6 +611,15 @@ class _Restored:
             epochs.completed -= 1
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             epochs.completed += 1
+
+
+def _set_generators(loop: Any, saved: list[Any]) -> None:
+    """Set the generators of loaders that do not save them, if they hold as many as they did."""
+    for loader, states in zip(_loaders(loop), saved, strict=False):
+        generators = _generators_of(loader)
+        if len(generators) == len(states):
+            for generator, state in zip(generators, states, strict=True):
+                set_generator_state(generator, state)
 
 
 def _read(trainer: Any, checkpoint: dict[str, Any]) -> _Restored:

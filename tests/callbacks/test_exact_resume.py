@@ -22,9 +22,6 @@ pytestmark = [
 ]
 
 
-NO_VALIDATION = {"epoch_loop.val_loop.batch_progress": {"is_last_batch": False, "current": {"ready": 0}}}
-
-
 def noisy(index):
     return torch.cat([torch.full((1,), float(index)), torch.rand(3)])
 
@@ -153,12 +150,8 @@ def test_a_loader_without_a_position_gets_the_states_of_its_generators(held):
     loader = DataLoader(Rows(8, noisy), 4, shuffle=True, generator=torch.Generator().manual_seed(1))
     states = [generator_state(each) for each in exact_resume._generators_of(loader)]
     before = order(loader)
-    own = {
-        **exact_resume._state_without_callback({"state_dict": {}, **NO_VALIDATION}),
-        "generators": [(states * 2)[:held]],
-    }
-    restored = exact_resume._Restored(own, exact_resume.Place(over=True, begins=False, in_step=False, used=2), 1)
-    restored._set_generators(SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader])))
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
+    exact_resume._set_generators(loop, [(states * 2)[:held]])
     assert (order(loader) == before) is (held == 1)
 
 

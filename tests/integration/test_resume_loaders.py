@@ -631,6 +631,26 @@ def test_reloaded_dataloaders_that_share_a_generator_resume_exactly(batches, hoo
     assert fit(Keeps(), ckpt_path=path, **settings).seen == whole.seen[batches:]
 
 
+class OwnRows(Own):
+    def sample(self):
+        return torch.randn(4, generator=self.rng), self.at
+
+
+@NO_VALIDATION
+def test_reloaded_streams_that_draw_resume_at_the_start_of_an_epoch(tmp_path):
+    """Lightning fetches a batch of the stream before the hook, and begins the stream again after it."""
+
+    class Anew(PrefetchDataModule):
+        def train_dataloader(self):
+            return DataLoader(OwnRows(), 2)
+
+    path = tmp_path / "one.ckpt"
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    whole = fit(Anew(), Save(path, 4, "on_train_epoch_start"), **settings)
+    rest = fit(Anew(), ckpt_path=path, **settings)
+    assert (rest.seen, rest.losses) == (whole.seen[4:], whole.losses[4:])
+
+
 @pytest.mark.parametrize(("epoch", "validates"), [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3)])
 def test_validation_dataloaders_are_reloaded_in_the_same_epochs(epoch, validates, tmp_path):
     class Anew(PrefetchDataModule):
