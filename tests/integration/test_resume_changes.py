@@ -166,7 +166,7 @@ def test_a_loader_with_an_unknown_order_warns_about_a_changed_number_of_ranks(tm
 
     fit(stateful(), ExactResume(), Stop(tmp_path / "c", 3), use_distributed_sampler=False)
     saved = torch.load(tmp_path / "c", weights_only=True)
-    torch.save({**saved, KEY: [{**each, "ranks": 2} for each in saved[KEY] * 2]}, tmp_path / "c")
+    torch.save({**saved, KEY: [{**each, "ranks": 2, "data_ranks": 2} for each in saved[KEY] * 2]}, tmp_path / "c")
     said = "goes on with 1 ranks x 2 samples in place of 2 x 2.*12 were used, and 6 count.*about 6 are seen twice"
     with pytest.warns(TurboWarning, match=said):
         fit(stateful(), ExactResume(), ckpt=tmp_path / "c")
