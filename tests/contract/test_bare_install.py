@@ -148,7 +148,7 @@ print(json.dumps({
 
 def test_imports_inside_functions_are_required_or_optional_packages():
     """Functions may import packages when they are called; the slow tests below call only some of them."""
-    core = {"torch", "lightning", "prefetch_generator", "numpy", "yaml", "lightning_utilities"}
+    core = {"torch", "lightning", "prefetch_generator", "numpy", "yaml", "lightning_utilities", "torchmetrics"}
     other_name = {"pytorch_lightning", "lightning_fabric"}
     known = core | other_name | {name.partition(".")[0] for name in EXTRAS} | set(sys.stdlib_module_names)
     found = {module.partition(".")[0] for path in (ROOT / "lightning_turbo").rglob("*.py") for module in imports(path)}
