@@ -344,8 +344,7 @@ def _states_of_loaders(loop: Any, unused: int, has_begun: bool) -> list[Any]:
         has_begun: Whether passes of which nothing was used are those of the coming epoch; else they begin again.
     """
     loaders = _loaders(loop)
-    iterators = list(getattr(getattr(loop._combined_loader, "_iterator", None), "iterators", ()))
-    passes = [each if isinstance(each, Epoch) else None for each in iterators] + [None] * len(loaders)
+    passes = _passes_of(loop)
     most = max((each.progress.consumed for each in passes if each is not None), default=0)
     states = []
     for loader, epoch in zip(loaders, passes, strict=False):
@@ -361,6 +360,13 @@ def _states_of_loaders(loop: Any, unused: int, has_begun: bool) -> list[Any]:
             state = {**state, "before_order": None}  # the global RNGs, from which orders are drawn, are restored
         states.append(state)
     return states
+
+
+def _passes_of(loop: Any) -> list[Epoch | None]:
+    """Return the Trainer's own pass over each loader; ``None`` for one of another kind, and before there are any."""
+    iterators = list(getattr(getattr(loop._combined_loader, "_iterator", None), "iterators", ()))
+    passes: list[Epoch | None] = [each if isinstance(each, Epoch) else None for each in iterators]
+    return [*passes, *[None] * (len(_loaders(loop)) - len(passes))]
 
 
 def _has_state(loader: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
 from tests.data.samples import seeded
@@ -285,6 +285,43 @@ def test_two_validation_loaders_with_generators_go_on_with_them(make, place, tmp
     """The first fails in the first loader of a validation, when the second one has not begun."""
     monkeypatch.setitem(VALIDATION, "two with generators", lambda broken: make())
     check("two with generators", tmp_path, "prefetch", *place)
+
+
+class Shifted(Sampler):
+    """Shifts its order by one more in each pass, and has a state."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __len__(self):
+        return 2 * BATCHES
+
+    def __iter__(self):
+        self.passes += 1
+        return iter([(3 * index + self.passes) % len(self) for index in range(len(self))])
+
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes = state["passes"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_validation_is_repeated_with_the_state_of_its_sampler(workers, tmp_path, monkeypatch):
+    def make(broken):
+        return PrefetchLoader(Rows(), 2, sampler=Shifted(), num_workers=workers)
+
+    monkeypatch.setitem(VALIDATION, "with a state", make)
+    check("with a state", tmp_path, "prefetch", "validation_step", 1, 1)
+
+
+@pytest.mark.parametrize("validation", [0, 1])
+def test_a_validation_of_worker_processes_that_stay_is_repeated_with_its_generator(validation, tmp_path, monkeypatch):
+    """The first pass of their loader draws their seed, and later ones draw none."""
+    settings = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+    monkeypatch.setitem(VALIDATION, "stay", lambda broken: PrefetchLoader(Rows(), 2, generator=seeded(3), **settings))
+    check("stay", tmp_path, "prefetch", "validation_step", 1, validation)
 
 
 @pytest.mark.parametrize("batches", [2, 10])

@@ -379,7 +379,7 @@ def test_the_written_configuration_runs_with_any_settings_of_the_original(names,
 @pytest.mark.parametrize(("names", "strategy", "arguments"), [
     (("workers-1",), "DDPStrategy", {}),
     (("bucket-view", "static-graph"), "TurboDDPStrategy", {"gradient_as_bucket_view": True, "static_graph": True}),
-    (("host-signals", "bucket-view"), "TurboDDPStrategy", {"gradient_as_bucket_view": True, "static_graph": False}),
+    (("host-signals", "bucket-view"), "TurboDDPStrategy", {"gradient_as_bucket_view": True}),
 ])  # fmt: skip
 def test_the_written_script_for_ranks_creates_a_trainer_with_them(names, strategy, arguments, tmp_path, monkeypatch):
     table = {each.name: each for each in list_rank_candidates(2, 2)}

@@ -48,6 +48,7 @@ class EpochProgress(Progress):
         held: The random generators that the dataset holds, if it is loaded in this process.
         loaded: Batches that were loaded of a stream, also ahead.
         has_found_end: Whether its end was found, also ahead.
+        seeds_kept_workers: Whether it has drawn the seed of worker processes that stay for later passes.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -59,6 +60,7 @@ class EpochProgress(Progress):
         self.held: list[Any] = []
         self.loaded = 0
         self.has_found_end = False
+        self.seeds_kept_workers = False
 
 
 class Epoch(PrefetchIterator):
@@ -137,7 +139,9 @@ class Epoch(PrefetchIterator):
                 entries = order.begin(start)  # torch begins twice then
                 if loader.is_stream:  # what it draws in its workers follows from their seed, which is drawn between
                     start["iter"] = first
-            if loader.persistent_workers and state is not None and state["over"]:
+            are_seeded = state is not None and state["over"]
+            self.progress.seeds_kept_workers = loader.persistent_workers and not are_seeded
+            if loader.persistent_workers and are_seeded:
                 # Processes that stay were seeded in the run before the stop, and are not seeded again.
                 set_generator_state(generator, before)
         loader.has_seeded_workers = loader.persistent_workers

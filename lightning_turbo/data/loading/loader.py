@@ -442,7 +442,10 @@ class PrefetchLoader(DataLoader[T]):
             return {**(self._new() if self.loaded is None else self.loaded), "before_order": None}
         state = {**self.describe(progress), "over": True, "before_order": None}
         if again:
-            state.update(epoch=progress.number - 1, generators=progress.start["begun"]["own"], held=[])
+            begun = progress.start["begun"]
+            state.update(epoch=progress.number - 1, generators=begun["own"], samplers=begun["samplers"], held=[])
+            if progress.seeds_kept_workers:  # as the first pass of a loader does, which follows no other
+                state.update(over=False, start={}, epoch=progress.number)
         return state
 
     def random_at_start(self) -> dict[str, Any]:

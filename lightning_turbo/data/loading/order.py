@@ -72,7 +72,7 @@ class Order:
     def begin(self, start: dict[str, Any]) -> Iterator[Any]:
         """Begin a new order, and record in ``start`` where it begins; the second state with its first entry."""
         states = self.states()
-        start.setdefault("begun", states)
+        start.setdefault("begun", {**states, "samplers": self.sampler_states()})
         start.update(
             epochs=[each.epoch for each in self._counted], samplers=self.sampler_states(), iter=states, first=None
         )
