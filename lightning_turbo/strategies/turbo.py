@@ -232,8 +232,9 @@ class TurboStrategy(TurboParts, _OneDeviceStrategy, LeanStrategy):
         device_prefetch: Whether to keep the next two batches on the CUDA device, after Lightning has set its sampler.
         release_gradients: Whether to set gradients to None before the forward pass after each step; see ``GradToNone``.
         lean: Whether to run Lightning's loop with direct calls of its hooks (same order, same results), and to check
-            and move logged values only where something changed. ``None``: if this version of Lightning was compared,
-            its loop is unmodified and there is no profiler. What the loop may leave out is decided before the first
+            and move logged values only where something changed. Values for the progress bar become numbers when they
+            are read. ``None``: if this version of Lightning was compared, its loop is unmodified and there is no
+            profiler. What the loop may leave out is decided before the first
             batch.
         compile: ``"network"``, ``"blocks"`` or a dict of arguments for ``torch.compile``; see
             ``lightning_turbo.nn.compiled_in_place``.

@@ -44,8 +44,8 @@ def _host_sync(facts: Facts) -> Iterator[Hit]:
 @rule(
     "progress-bar-sync",
     "what-lightning-does-already",
-    "Log with prog_bar=False, or with on_step=False, on_epoch=True, or every so many steps; the conversion happens "
-    "even when the bar is switched off.",
+    "Log with prog_bar=False, or with on_step=False, on_epoch=True, or every so many steps. Lightning converts it "
+    'even when the bar is off, strategy="turbo" when it is shown.',
 )
 def _progress_bar_sync(facts: Facts) -> Iterator[Hit]:
     what = "self.log({name!r}, prog_bar=True) is turned into a number after the step, {rate}"
