@@ -8,6 +8,9 @@ from lightning_turbo import cli
 from tests.children import status_of_child
 from tests.integration.doctor_planted import CLEAN, PLANTED, script
 
+# Timed by whole processes, which the load of the machine moves: nightly.
+pytestmark = pytest.mark.slow
+
 
 def findings(parts, folder):
     """Return the findings of ``lightning-turbo doctor`` for a fit, the most severe first."""
