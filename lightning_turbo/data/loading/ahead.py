@@ -19,7 +19,16 @@ from lightning_turbo._random import changed_generators, shared_state, states_loc
 from lightning_turbo.data.loading.thread_state import ThreadState, add_thread_note
 from lightning_turbo.errors import TurboWarning
 
-__all__ = ["TURNS", "Ahead", "Item", "expected_draws", "is_loading", "serve_in_this_thread", "starting_workers"]
+__all__ = [
+    "TURNS",
+    "Ahead",
+    "Item",
+    "expected_draws",
+    "is_loading",
+    "may_wait",
+    "serve_in_this_thread",
+    "starting_workers",
+]
 
 # Seconds. How long a load or a fork waits for dataset code that runs in another thread.
 LOCK_TIMEOUT = 30.0
@@ -34,6 +43,7 @@ class _Here(threading.local):
 
     loads = 0  # loads that are under way in this thread, one inside another
     serves = False  # whether it loads samples for a thread that holds the lock meanwhile
+    collects = False  # whether the garbage collector runs in it
     starts_workers = False  # whether the processes that it forks are workers of a loader
 
 
@@ -46,6 +56,22 @@ process = os.getpid()
 def is_loading() -> bool:
     """Whether the calling thread loads a batch at this moment, or samples for a thread that does."""
     return _here.loads > 0 or _here.serves
+
+
+def may_wait() -> bool:
+    """Whether the calling thread may wait until another one has ended.
+
+    Not while it loads, as the other may wait for its lock. Not in the garbage collector, which may run at any line: a
+    thread that collects while it starts holds a lock of ``threading`` without which no other one ends.
+    """
+    return not (is_loading() or _here.collects)
+
+
+def _follow_collector(phase: str, _: dict[str, int]) -> None:
+    _here.collects = phase == "start"
+
+
+gc.callbacks.append(_follow_collector)
 
 
 def serve_in_this_thread() -> None:
@@ -244,7 +270,7 @@ class Ahead:
             return bool(waiting) and waiting[0][0] is True
 
     def close(self, patience: float = PATIENCE) -> None:
-        """End the thread, and wait for it. May be called twice, and by the garbage collector.
+        """End the thread, and wait for it where that may be waited for. May be called twice, and by the collector.
 
         Args:
             patience: Seconds to wait for the batch that it is loading; then it ends after that batch.
@@ -256,8 +282,7 @@ class Ahead:
             return
         self.is_closed = True
         self._room.put(None)
-        # The collector may close this in a loading thread, perhaps in the very one. To wait there could take for ever.
-        if is_loading() or threading.current_thread() is self._thread:
+        if not may_wait() or threading.current_thread() is self._thread:
             return
         self._thread.join(patience)
         if self._thread.is_alive():

@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lightning_turbo.data.loading.ahead import is_loading, serve_in_this_thread
+from lightning_turbo.data.loading.ahead import may_wait, serve_in_this_thread
 from lightning_turbo.data.loading.thread_state import ThreadState, add_thread_note
 
 __all__ = ["ThreadedDataset"]
@@ -54,12 +54,12 @@ class ThreadedDataset:
         return len(self._dataset)
 
     def close(self) -> None:
-        """End the threads. The next batch starts others."""
+        """End the threads, and wait for them where that may be waited for. The next batch starts others."""
         pool = self._pool
         vars(self)["_pool"] = None
         if pool is not None and self._process == os.getpid():
-            # The collector may close this in one of the threads, which cannot wait for itself.
-            pool.shutdown(wait=not is_loading(), cancel_futures=True)
+            # The collector may close this in any thread, also in one of these.
+            pool.shutdown(wait=may_wait(), cancel_futures=True)
 
     def __getattr__(self, name: str) -> Any:
         if "_dataset" not in vars(self):  # while this object is being unpickled

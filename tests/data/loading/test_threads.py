@@ -1,6 +1,7 @@
 """Several threads that load the samples of a batch: as one thread would, in its errors too."""
 
 import gc
+import threading
 import time
 import traceback
 import weakref
@@ -109,4 +110,25 @@ def test_a_pool_that_is_closed_in_one_of_its_threads_does_not_wait_for_itself():
     assert pool.__getitems__([4, 5]) == [4, None]
     assert pool.__getitems__([6, 7]) == [6, 7]
     pool.close()
+    assert not prefetch_threads()
+
+
+@pytest.mark.parametrize("threads", [1, 2], ids=["ahead", "pool"])
+def test_the_collector_waits_for_no_thread(threads, monkeypatch):
+    """It may run where ``threading`` holds a lock that a thread needs to end, as while another thread starts."""
+    iterator = iter(PrefetchLoader(Rows(400), 2, threads=threads))
+    for _ in range(6):
+        next(iterator)
+    assert prefetch_threads()
+    kept = [iterator]
+    kept.append(kept)
+    del iterator, kept
+    joined = []
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", lambda self, timeout=None: joined.append(self.name))
+        gc.collect()
+    assert joined == []
+    end = time.monotonic() + 20
+    while prefetch_threads() and time.monotonic() < end:
+        time.sleep(0.01)
     assert not prefetch_threads()
