@@ -3,6 +3,7 @@
 import random
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -93,6 +94,17 @@ def is_told(call):
         warnings.simplefilter("always")
         result = call()
     return result, [str(each.message) for each in caught if issubclass(each.category, TurboWarning)]
+
+
+def end_of(trainer, files):
+    """Return what a run has come to: weights, optimizer, steps, and the checkpoints of a pattern in its folder."""
+    folder = Path(trainer.default_root_dir)
+    return {
+        "weights": trainer.lightning_module.state_dict(),
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "steps": trainer.global_step,
+        "files": sorted(str(file.relative_to(folder)) for file in folder.rglob(files)),
+    }
 
 
 class Net(LightningModule):

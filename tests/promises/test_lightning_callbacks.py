@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 from lightning_turbo import Preemption, Prefetch
 from lightning_turbo.errors import TurboWarning
 from tests.integration.resuming import assert_same
+from tests.promises.runs import end_of
 from tests.promises.stopped_runs import Sends, stops
 from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
@@ -85,13 +86,10 @@ def fit(folder, make, *more, path=None, plateau=False, **settings):
         **unpickling(False if path else None),
     )  # fmt: skip
     return {
-        "weights": net.state_dict(),
-        "optimizer": trainer.optimizers[0].state_dict(),
-        "steps": trainer.global_step,
+        **end_of(trainer, "*=*.ckpt"),
         "rates": net.rates[-5:],
         "metrics": {name: trainer.callback_metrics[name] for name in ("val", "train_metric", "train_mean")},
         "callbacks": [_state(each) for each in own],
-        "files": sorted(str(each.relative_to(folder)) for each in folder.rglob("*=*.ckpt")),
     }
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_turbo import AtomicCheckpointIO, Preemption, Prefetch
 from lightning_turbo.errors import TurboWarning
 from tests.integration.resuming import assert_same
+from tests.promises.runs import end_of
 from tests.promises.stopped_runs import Sends, handlers_put_back, stops
 from tests.trainers import quiet_trainer
 from tests.versions import unpickling
@@ -68,14 +69,11 @@ def fit(folder, *callbacks, path=None, step=None, **settings):
         **unpickling(False if path else None),
     )  # fmt: skip
     return {
-        "weights": net.state_dict(),
-        "optimizer": trainer.optimizers[0].state_dict(),
-        "steps": trainer.global_step,
+        **end_of(trainer, "*step*.ckpt"),
         "epoch": trainer.current_epoch,
         "early stopping": (stopping.wait_count, stopping.best_score, stopping.stopped_epoch),
         "best": (Path(best.best_model_path).name, best.best_model_score),
         "top": {Path(file).name: score for file, score in best.best_k_models.items()},
-        "files": sorted(str(file.relative_to(folder)) for file in folder.rglob("*step*.ckpt")),
         "last samples": net.seen[-1],
     }
 
