@@ -24,6 +24,7 @@ from lightning_turbo.errors import LightningMismatchError
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
     from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars, move_data_to_device
+    from lightning.fabric.utilities.data import _auto_add_worker_init_fn as auto_add_worker_init_fn
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import ref
@@ -23,6 +24,7 @@ from lightning_turbo._lightning import (
     LightningModule,
     Trainer,
     TunerExitException,
+    auto_add_worker_init_fn,
     check_binding,
     rank_zero_info,
     rank_zero_warn,
@@ -137,7 +139,9 @@ class Preemption(Callback):
         self._source_said = self.ended = False
         if stage == "fit":
             self._warn_in_a_thread()
-            replaced = ReplacedMethod(trainer.strategy, "process_dataloader", self._process)
+            replaced = ReplacedMethod(
+                trainer.strategy, "process_dataloader", partial(self._process, trainer.global_rank)
+            )
             self._cleanup.callback(replaced.put_back)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -199,9 +203,11 @@ class Preemption(Callback):
                 category=TurboWarning,
             )
 
-    def _process(self, process: Callable[[object], object], dataloader: object) -> object:
+    def _process(self, rank: int, process: Callable[[object], object], dataloader: object) -> object:
         loader = process(dataloader)
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, _IgnoreSignals):
+            # Lightning seeds the workers of a loader that has no such function, and would do so after this.
+            auto_add_worker_init_fn(loader, rank)
             before = loader.worker_init_fn
             loader.worker_init_fn = _IgnoreSignals(tuple(self._signals), before)
             self._cleanup.callback(_restore, ref(loader), before)

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.run
@@ -373,7 +374,7 @@ def test_workers_ignore_the_signals_and_call_the_loaders_worker_init_fn_during_t
     loaders = [DataLoader(Numbers(4), worker_init_fn=own) for own in (called.append, None)]
     try:
         for loader in loaders:
-            assert callback._process(lambda given: given, loader) is loader
+            assert callback._process(0, lambda given: given, loader) is loader
             loader.worker_init_fn(len(called) + 5)
             assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
             signal.signal(signal.SIGUSR2, before)
@@ -384,6 +385,28 @@ def test_workers_ignore_the_signals_and_call_the_loaders_worker_init_fn_during_t
     del loader, loaders  # one of them is deleted before the run ends
     callback.teardown(None, None, "fit")
     assert kept.worker_init_fn == called.append
+
+
+class DrawsFromNumPy(Numbers):
+    """Samples of NumPy's global numbers, which ``seed_everything(workers=True)`` seeds in each worker process."""
+
+    def __getitem__(self, index):
+        return torch.tensor(np.random.rand(4), dtype=torch.float32), index
+
+
+def test_workers_are_seeded_as_without_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # as seed_everything(workers=True) does
+
+    def samples(*callbacks):
+        seen = []
+        torch.manual_seed(1)
+        see = Callback()
+        see.on_train_batch_start = lambda trainer, module, batch, index: seen.append(batch[0].clone())
+        trainer = quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[see, *callbacks])
+        trainer.fit(RecordingModel(), DataLoader(DrawsFromNumPy(8), batch_size=2, num_workers=2))
+        return torch.cat(seen)
+
+    assert torch.equal(samples(Preemption()), samples())
 
 
 # Two ranks.
