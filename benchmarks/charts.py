@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import COLORS, KINDS
@@ -35,7 +35,6 @@ class Chart:
         column: Column of the tables with the values to draw.
         label: Label of the axis; by default, the name of the column.
         inverted: For a column of ratios: whether to draw the inverse ("times as fast"), with the fastest row first.
-        part: Suffix of the file name, for a page with several pictures.
     """
 
     page: str
@@ -45,12 +44,11 @@ class Chart:
     column: str = "ms a step"
     label: str = ""
     inverted: bool = False
-    part: str = ""
 
     @property
     def picture(self) -> str:
         """File name of the picture."""
-        return f"{self.page}{self.part}.png"
+        return f"{self.page}.png"
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -87,7 +85,6 @@ TRANSFORMS = {f"{kind}: BatchAugmentation": kind for kind in KINDS_OF_TRANSFORMS
 COMPILED = {f"strategy turbo, {name}": name for name in ("toy", "digits", "volumes")}
 ABLATION = _same("plain", "+ channels last", "+ prefetch", "+ O1", "+ O2", "all")
 RATIO = "time / baseline"
-CHOSEN = "chosen: `prefetch-threads` + `bf16-mixed`"
 CACHE = "MONAI's CacheDataset"
 MONAI = {
     CACHE: "CacheDataset, defaults", f"{CACHE}, FgBgToIndicesd": "with FgBgToIndicesd",
@@ -108,9 +105,7 @@ GROUPS = {
 }  # fmt: skip
 LEVELS = ("O0", "O1, bf16", "O2, bf16", "O3, bf16")
 TOY = {"plain loop": "", "Lightning": "", "strategy turbo, lean": ""}
-VERSIONS = _same("plain loop", "Lightning 2.5.6", "Lightning 2.6.1", "Lightning 2.6.6")
 CHARTS = (
-    Chart("ablation_cpu-epyc-avx2_2026-11", ABLATION, tuple(ABLATION)[1:], column="s an epoch"),
     Chart("ablation_cpu-epyc-avx512_2026-11", ABLATION, tuple(ABLATION)[1:], column="s an epoch"),
     Chart("augment_cpu-xeon-avx512_2026-11", {"MONAI, sample by sample": "", "BatchAugmentation": "the batch at once"},
           ("BatchAugmentation",), ("MONAI, sample by sample",), "ms a batch"),
@@ -121,30 +116,13 @@ CHARTS = (
     Chart("groups_cpu-epyc-avx512_2026-11", GROUPS, ("SGD, fused, merged", "AdamW, fused, merged")),
     Chart("lengths_cpu-epyc-avx512_2026-11", {"shuffled": "", "sorted within chunks": "", **_same(*BATCHED)}, BATCHED,
           column="s a epoch", label="s an epoch"),
-    Chart("lightning-versions_cpu-epyc-avx512_2026-11", VERSIONS, column="us a step"),
-    _photographs("loaders_cpu-epyc-avx2_2026-11", "ms a batch", ZERO, TWO, "DALILoader"),
     _photographs("loaders_cpu-epyc-avx512_2026-11", "ms a batch", ZERO, TWO, THREADS, NODES, "DALILoader"),
-    _photographs("loaders_cpu-xeon-avx512_2026-11", "ms a batch", ZERO, THREADS, NODES,
-                 "MONAI's ThreadDataLoader with Pillow, 2 threads"),
     Chart("loading_cpu-epyc-avx512_2026-11", SMALL, ("small tensors: PrefetchLoader",), tuple(SMALL)[2:], "us a batch"),
-    _activations("memory_cpu-epyc-avx2_2026-11"),
     _activations("memory_cpu-epyc-avx512_2026-11"),
-    Chart("overhead_cpu-epyc-avx2_2026-11", TOY, ("strategy turbo, lean",), column="us a step"),
     Chart("overhead_cpu-epyc-avx512_2026-11", TOY, ("strategy turbo, lean",), column="us a step"),
-    Chart("overhead_cpu-xeon-avx512_2026-11", _same("Lightning, bf16-mixed", "ApexAMP O1", "ApexAMP O2"),
-          ("ApexAMP O1", "ApexAMP O2"), column="us a step"),
     Chart("patches_cpu-xeon-avx512_2026-11", {**MONAI, "PatchDataset, compressed": "", "PatchDataset": ""},
           ("PatchDataset", "PatchDataset, compressed"), tuple(MONAI), "us a batch"),
-    Chart("peers_cpu-epyc-avx2_2026-11", _same("Lightning bf16-mixed", "Accelerate bf16", "O1, bf16"), ("O1, bf16",),
-          ("Accelerate bf16",), part="-bf16"),
-    Chart("peers_cpu-epyc-avx2_2026-11", _same("PyTorch float32", "Composer fp32", "O0"), ("O0",), ("Composer fp32",),
-          part="-fp32"),
-    replace(
-        _photographs("peers_cpu-epyc-avx2_2026-11", "ms a batch", ZERO, TWO, NODES,
-                     "timm's PrefetchLoader with Pillow, 2 workers"), part="-loaders",
-    ),
     Chart("precision_cpu-epyc-avx512_2026-11", _same("Lightning 32-true", "Lightning bf16-mixed", *LEVELS), LEVELS),
-    _prefetch("prefetch_cpu-epyc-avx2_2026-11"),
     _prefetch("prefetch_cpu-epyc-avx512_2026-11"),
     Chart("saves_cpu-xeon-avx512_2026-11",
           _same("no checkpoints", "Lightning's TorchCheckpointIO", "Lightning's AsyncCheckpointIO", *SAVES), SAVES,
@@ -153,9 +131,6 @@ CHARTS = (
           ("forkserver: torchdata's StatefulDataLoader",), "ms a epoch", "ms to the first batch of a later epoch"),
     Chart("transforms_cpu-epyc-avx512_2026-11", TRANSFORMS, tuple(TRANSFORMS), column=RATIO,
           label="times as fast as MONAI's", inverted=True),
-    Chart("tune_cpu-xeon-avx512_2026-11",
-          {"stock Lightning": "", "`prefetch-threads`": "prefetch-threads alone", CHOSEN: "chosen by tune: both"},
-          ("`prefetch-threads`", CHOSEN), column="Step, ms", label="ms a step"),
 )  # fmt: skip
 
 

@@ -30,9 +30,9 @@ GUIDES = (
 # Topic of benchmark pages -> first words of their file names, in the order of the navigation.
 TOPICS = {
     "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "starts", "patches", "lengths"),
-    "Augmentation": ("augment", "transforms", "sample-seeds"),
-    "Computing": ("precision", "networks", "compiled", "overhead", "lightning-versions", "groups", "memory", "saves"),
-    "Whole runs": ("public", "promises", "tune", "ablation", "resume", "stops", "peers"),
+    "Augmentation": ("augment", "transforms"),
+    "Computing": ("precision", "networks", "compiled", "overhead", "groups", "memory", "saves"),
+    "Whole runs": ("promises", "tune", "ablation", "resume", "stops"),
 }
 # Modules that pages write in front of a function -> their location in the package.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
