@@ -16,7 +16,7 @@ from lightning_turbo.doctor import samples
 from lightning_turbo.doctor.samples import Line, Sampler, WorkerSamples
 from tests.integration.doctor_runs import trainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("free_alarm")]
+pytestmark = pytest.mark.usefixtures("free_alarm")
 
 
 def slow_python():

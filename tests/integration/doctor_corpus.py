@@ -108,7 +108,7 @@ TRAINER = {"callbacks": [Slow()]}
 ---
 class Model(Base):
     def validation_step(self, batch, batch_idx):
-        time.sleep(0.1)  # <- long-validation, slow-line
+        time.sleep(0.4)  # <- long-validation, slow-line
     def val_dataloader(self):
         return DataLoader(images(12, 8), batch_size=4)
 ---

@@ -24,7 +24,6 @@ from tests.integration.doctor_runs import QUIET, trainer
 EXAMPLES = Path(lightning_turbo.__file__).parent.parent / "examples"
 pytestmark = [
     *QUIET,
-    pytest.mark.slow,
     pytest.mark.usefixtures("free_alarm"),
     pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler"),
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled"),

@@ -8,8 +8,7 @@ from lightning_turbo import cli
 from tests.children import status_of_child
 from tests.integration.doctor_lines import CLEAN, SLOW, script
 
-# Times lines of code by the clock of a whole process, which the load of the machine moves: nightly.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("free_alarm")]
+pytestmark = pytest.mark.usefixtures("free_alarm")
 
 
 def findings(folder, text):

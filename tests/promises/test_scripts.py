@@ -137,7 +137,6 @@ class Slow(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("free_alarm")
 def test_the_doctor_names_the_line_that_computes(tmp_path):
     doctor = Doctor(warmup=2, timed=5, watched=3)
