@@ -9,8 +9,17 @@ import tempfile
 from typing import Any
 
 from lightning_turbo import _optional
-from lightning_turbo._checks import check_count
-from lightning_turbo._lightning import Callback, DDPStrategy, LightningModule, Trainer, bound_name, check_binding
+from lightning_turbo._checks import check_count, inherits
+from lightning_turbo._lightning import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Strategy,
+    Trainer,
+    bound_name,
+    check_binding,
+)
 from lightning_turbo.errors import LightningMismatchError
 from lightning_turbo.strategies.turbo_ddp import TurboDDPStrategy
 
@@ -71,6 +80,9 @@ class ReportSteps(Callback):
     is complete before the ranks report it, also with a ``CheckpointIO`` that writes in the background. The metrics are
     the Trainer's ``callback_metrics``, ``"epoch"`` and ``"step"``.
 
+    Strategies that shard the model (FSDP, ``ModelParallelStrategy``, DeepSpeed) are refused: all of their ranks save at
+    and load from the path of rank 0, but a report takes a folder of each rank.
+
     Args:
         every_n_steps: Optimizer steps between two reports, at least 1.
 
@@ -78,6 +90,7 @@ class ReportSteps(Callback):
         MissingExtraError: If Ray is not installed.
         TypeError: If the number is not an integer.
         ValueError: If the number is below 1.
+        MisconfigurationException: In ``fit``, with a strategy that shards the model.
 
     Example:
         >>> report = ReportSteps(every_n_steps=100)  # doctest: +SKIP
@@ -96,6 +109,13 @@ class ReportSteps(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Come after the other callbacks, so that a checkpoint holds what they do with a batch."""
+        if not inherits(trainer.strategy, Strategy, ("save_checkpoint",)):
+            raise MisconfigurationException(
+                "ReportSteps: expected a strategy that saves one file with the weights of all ranks, such as "
+                f"RayTurboDDPStrategy, got {type(trainer.strategy).__name__}. Its ranks save parts, at a path of rank "
+                "0, so that no rank could report the whole. Save with ModelCheckpoint(every_n_train_steps=N, dirpath=F)"
+                " to a folder F that all machines share, and pass the newest checkpoint in it as ckpt_path."
+            )
         callbacks: Any = trainer
         callbacks.callbacks = [*(each for each in callbacks.callbacks if each is not self), self]
 

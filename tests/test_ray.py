@@ -135,6 +135,14 @@ def test_impossible_numbers_of_steps_are_refused(steps, error, rays):
         ReportSteps(steps)
 
 
+@pytest.mark.parametrize("kind", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"])
+def test_strategies_that_shard_the_model_are_refused(kind, rays):
+    strategy = object.__new__(getattr(pl.strategies, kind))  # DeepSpeed is not installed
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[])
+    with pytest.raises(MisconfigurationException, match=f"one file with the weights of all ranks, .* got {kind}"):
+        ReportSteps(1).setup(trainer, make_model(pl), "fit")
+
+
 # Two workers of Ray, each case in a program of its own; fast forms are above, and with gloo ranks without Ray in
 # tests/integration/test_resume_changes.py and tests/callbacks/test_preemption.py.
 

@@ -55,8 +55,9 @@ class Preemption(Callback):
     The file is written where ``ModelCheckpoint`` saves, or to the Trainer's ``default_root_dir``; the next preemption
     replaces it. Further signals while it is written have no effect. Worker processes of loaders ignore the signals.
 
-    In the same exchange the ranks tell their batches. If some ranks are at the end of an epoch and others are not, an
-    error names them: they would go out of phase without a word, and wait for one another in the end.
+    In the same exchange the ranks tell their batches. If some ranks are at the end of an epoch and others are not, or
+    have no batch in it at all, an error names them: they would go out of phase without a word, and wait for one another
+    in the end.
 
     In a Slurm job that Lightning requeues (``SLURMEnvironment(auto_requeue=True)``), the ranks share its signal in the
     same way and then leave it to Lightning, which saves ``hpc_ckpt_N.ckpt`` and requeues the job. Where the program has
@@ -163,6 +164,10 @@ class Preemption(Callback):
         for each in replaced:
             self._cleanup.callback(each.put_back)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Make sure in each epoch that the other ranks have a batch too."""
+        self._shared.check_begins()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the pending exchange among the ranks."""
         self._shared.close()
@@ -239,8 +244,10 @@ class Preemption(Callback):
         """Return what replaces the method that ends a batch, or an epoch, and obeys signals unless it was the last."""
 
         def on_advance_end(method: Callable[..., None], *args: Any) -> None:
-            if ends_batch and trainer.fit_loop.epoch_loop._is_training_done:
-                # Before the validation and the hooks at the end of an epoch, in which ranks wait for one another.
+            # Before the validation and the hooks at the end of an epoch, in which ranks wait for one another.
+            if not ends_batch:
+                self._shared.end_epoch()
+            elif trainer.fit_loop.epoch_loop._is_training_done:
                 self._shared.check_ends()
             # First the work due here, so that the checkpoint counts a validation, or the hooks of an epoch, as done.
             method(*args)
@@ -315,9 +322,10 @@ class _SharedSignals:
     one step behind. Every rank reads the same result after the same step, so they all act together. A single rank needs
     no collective and acts after the step in which the signal arrived.
 
-    At the end of an epoch there is one exchange more, for which the rank waits. Always: as long as all ranks end their
-    epochs with the same step, they start the same exchanges. If one does not, its exchange of that step meets the
-    additional one of those that do, so that both sides learn of it.
+    Before the first batch of an epoch and at its end there is one exchange more, for which the rank waits. Always: as
+    long as all ranks end their epochs with the same step, they start the same exchanges. If one does not, its exchange
+    of that step meets the additional one of those that do, so that both sides learn of it. A rank without a batch has
+    an end that meets the first batch of the others, which would wait for its gradients in the step.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -328,6 +336,7 @@ class _SharedSignals:
         self._kinds = (_TIME, _REQUEUE, _SOURCE, *signals)
         self._group: Any = None
         self._batches: Any = None
+        self._has_begun = False  # whether this rank had a batch in this epoch, since the run began or went on
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def connect(self, batches: Any) -> None:
@@ -353,6 +362,18 @@ class _SharedSignals:
             return set(self.received)
         pending, self._pending = self._pending, self._start(ends=False)
         return set() if pending is None else self._read(pending)  # there is none before the first step
+
+    def check_begins(self) -> None:
+        """Raise a ``RuntimeError`` before the first batch of an epoch unless the other ranks have one too."""
+        if self._group is not None and not self._has_begun:
+            self._read(self._start(ends=False))
+        self._has_begun = True
+
+    def end_epoch(self) -> None:
+        """Take an epoch as over; if it had no batch, as ``check_ends``."""
+        if not self._has_begun:
+            self.check_ends()
+        self._has_begun = False
 
     def check_ends(self) -> None:
         """Raise a ``RuntimeError`` unless the other ranks end their epoch with this step too."""
@@ -451,7 +472,7 @@ def _restore(loader: ref[DataLoader[Any]], before: Callable[[int], None] | None)
 def _describe_ends(ranks: Sequence[int]) -> str:
     """Return the error for ranks of which some end an epoch and others do not, by the numbers of an exchange."""
     sides = {
-        side: ", ".join(f"rank {rank} with batch {number // 2}" for rank, number in numbered[:_MOST_NAMED])
+        side: ", ".join(f"rank {rank} with {_name_batch(number // 2)}" for rank, number in numbered[:_MOST_NAMED])
         + (f" and {len(numbered) - _MOST_NAMED} more" if len(numbered) > _MOST_NAMED else "")
         for side in (0, 1)
         if (numbered := [(rank, number) for rank, number in enumerate(ranks) if number % 2 == side])
@@ -462,6 +483,10 @@ def _describe_ends(ranks: Sequence[int]) -> str:
         "wait for one another in the end. Give each rank as many batches: a dataset with a length and Lightning's own "
         "sampler or a SeededSampler, or Trainer(limit_train_batches=N) with the N of the shortest rank."
     )
+
+
+def _name_batch(number: int) -> str:
+    return f"batch {number}" if number else "no batch"
 
 
 def _put_back(number: int, shared: _SharedSignals, before: Any) -> None:

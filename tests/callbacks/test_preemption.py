@@ -616,13 +616,16 @@ def test_a_kill_during_the_save_keeps_the_previous_checkpoint(undisturbed, tmp_p
 
 
 class Share(torch.utils.data.IterableDataset):
-    """A stream of which the second rank has fewer samples."""
+    """A stream with so many samples on each rank, in every epoch or in one after another."""
 
     def __init__(self, lengths):
         self.lengths = lengths
+        self.epoch = -1
 
     def __iter__(self):
-        return iter(torch.arange(self.lengths[RANK]).float()[:, None])
+        self.epoch += 1
+        length = self.lengths[RANK]
+        return iter(torch.arange(length[self.epoch] if isinstance(length, tuple) else length).float()[:, None])
 
 
 class Means(LightningModule):
@@ -660,6 +663,9 @@ def train_on_shares(folder, lengths, *settings):
     ((20, 14), (("accumulate_grad_batches", 4),), "rank 1 with batch 7", "rank 0 with batch 8"),
     ((20, 18), (("accumulate_grad_batches", 4),), "", ""),  # three steps each
     ((16, 16), (), "", ""),
+    ((8, 0), (), "rank 1 with no batch", "rank 0 with batch 1"),
+    (((8, 0), 8), (), "rank 0 with no batch", "rank 1 with batch 1"),
+    (((8, 0), (8, 0)), (), "", ""),
 ])  # fmt: skip
 def test_ranks_with_different_numbers_of_batches_are_named(lengths, settings, ends, goes_on, tmp_path):
     codes = joined(start_ranks(train_on_shares, [tmp_path, lengths, *settings], tmp_path / "output"), tmp_path)
