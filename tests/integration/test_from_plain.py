@@ -35,14 +35,6 @@ def test_all_loaders_give_the_same_batches():
     assert run("PrefetchLoader(range")["batches"] == first
 
 
-def test_a_generator_gives_the_same_items():
-    first = run("@background")["batches"]
-    assert len(first) == 5
-    assert run("PrefetchIterator(")["batches"] == first
-
-
 def test_every_code_block_is_tested():
-    tried = ("amp.initialize", "ApexAMP(", "class DataLoaderX", "PrefetchLoader(range", "@background",
-             "PrefetchIterator(", "DevicePrefetcher(")  # fmt: skip
+    tried = ("amp.initialize", "ApexAMP(", "class DataLoaderX", "PrefetchLoader(range")
     assert [sum(needle in block for needle in tried) for block in BLOCKS] == [1] * len(tried)
-    assert run("DevicePrefetcher(")["target"].tolist() == [4, 5, 6, 7]

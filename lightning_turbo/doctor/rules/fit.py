@@ -78,7 +78,7 @@ def _slow_first_batch(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "long-validation",
-    "what-lightning-does-already",
+    "doctor",
     "Validate less often, Trainer(check_val_every_n_epoch=...), or a part, Trainer(limit_val_batches=...); with larger "
     "batches, as nothing is kept for backward; with worker processes or Prefetch, as in training.",
 )
@@ -96,7 +96,7 @@ def _long_validation(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "slow-metrics",
-    "what-lightning-does-already",
+    "doctor",
     "Compute less often, or cheaper metrics: what a metric keeps of each sample makes compute longer with each batch. "
     "Metrics that are equal on all ranks need no synchronization. A logger that waits for a server can write less "
     "often.",

@@ -9,12 +9,10 @@ from lightning_turbo.doctor.rules.rule import Hit, hits_of_calls, rule
 
 __all__: list[str] = []
 
-LIGHTNING = "what-lightning-does-already"
-
 
 @rule(
     "retained-graph",
-    LIGHTNING,
+    "doctor",
     "Keep loss.detach(), which has no graph, or let self.log(..., on_epoch=True) average it.",
 )
 def _retained_graph(facts: Facts) -> Iterator[Hit]:
@@ -39,7 +37,7 @@ def _bias_before_norm(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "anomaly-mode",
-    LIGHTNING,
+    "doctor",
     "Switch it off: Trainer(detect_anomaly=False), no torch.autograd.set_detect_anomaly(True). It is a tool for "
     "finding a NaN.",
 )

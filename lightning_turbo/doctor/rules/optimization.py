@@ -17,7 +17,7 @@ OPTIMIZER = 0.05
 
 @rule(
     "loop-optimizer",
-    "what-lightning-does-already",
+    "doctor",
     "Build the optimizer with fused=True, or leave foreach at its default.",
 )
 def _loop_optimizer(facts: Facts) -> Iterator[Hit]:

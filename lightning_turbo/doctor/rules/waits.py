@@ -32,7 +32,7 @@ def _price(facts: Facts, hits: Iterator[Hit]) -> Iterator[Hit]:
 
 @rule(
     "host-sync",
-    "what-lightning-does-already",
+    "doctor",
     "Keep values on the device: log tensors as they are, use torch.where or masks that keep the shape, and fetch "
     "numbers every so many steps only.",
 )
@@ -43,7 +43,7 @@ def _host_sync(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "progress-bar-sync",
-    "what-lightning-does-already",
+    "doctor",
     "Log with prog_bar=False, or with on_step=False, on_epoch=True, or every so many steps. Lightning converts it "
     'even when the bar is off, strategy="turbo" when it is shown.',
 )
@@ -76,7 +76,7 @@ def _copied_array(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "housekeeping",
-    "what-lightning-does-already",
+    "doctor",
     "Remove the call from the step: torch reuses its memory by itself, and after the cache is emptied every step "
     "allocates again.",
 )
@@ -84,7 +84,7 @@ def _housekeeping(facts: Facts) -> Iterator[Hit]:
     return hits_of_calls(facts, "housekeeping", "{name} is called, {rate}", "the host or the device waits for it")
 
 
-@rule("prints", "what-lightning-does-already", "Log values with self.log, or print every so many steps only.")
+@rule("prints", "doctor", "Log values with self.log, or print every so many steps only.")
 def _prints(facts: Facts) -> Iterator[Hit]:
     cost = "a write in each step, and a wait for the device where a tensor is printed"
     return hits_of_calls(facts, "print", "{name} is called, {rate}", cost, "info")
