@@ -62,13 +62,13 @@ def cards():
 
 def table(page):
     """Return the table of techniques, with links relative to ``page``."""
-    lines = ["| Technique | In the Trainer | In any loop | Maths unchanged |", "|---|---|---|---|"]
+    lines = ["| Technique | Maths unchanged |", "|---|---|"]
     for path in cards():
         fields = front_matter(path)
         link = f"[{fields['name']}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
-        names = (_code(fields[key]).replace("lightning_turbo.", "") for key in ("class", "function"))
-        cells = [link, *names, _words(fields["maths_unchanged"])]
-        lines.append("| " + " | ".join(cells) + " |")
+        names = ", ".join(_code(fields[key]).replace("lightning_turbo.", "") for key in ("class", "function"))
+        used = ", ".join(dict.fromkeys(name for name in names.split(", ") if name != "-"))
+        lines.append(f"| {link}: {used} | {_words(fields['maths_unchanged'])} |")
     return "\n".join(lines)
 
 
