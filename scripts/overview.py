@@ -24,7 +24,7 @@ AUGMENTATION = CARDS / "batch-augmentation.md"
 SKILL = ROOT / "skills" / "lightning-turbo" / "SKILL.md"
 FULL = (ROOT / "docs" / "llms-full.txt", SKILL.with_name("llms-full.txt"))
 GUIDES = (
-    "quick-start", "prefetching", "resume", "levels", "migration", "coming-from", "segmentation-monai",
+    "quick-start", "resume", "levels", "migration", "coming-from", "segmentation-monai",
     "scale-out", "ray-train", "from-plain-pytorch", "imagenet-apex-dali",
 )  # fmt: skip
 # Topic of benchmark pages -> first words of their file names, in the order of the navigation.
@@ -36,7 +36,7 @@ TOPICS = {
 }
 # Modules that pages write in front of a function -> their location in the package.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
-KEYS = ("name", "class", "function", "maths_unchanged", "needs")
+KEYS = ("name", "class", "function", "maths_unchanged")
 
 
 def front_matter(path):

@@ -271,7 +271,7 @@ def test_tests_that_a_page_names_exist():
         ("# no front matter\n", "expected front matter"),
         ("---\nname: x\n", "expected front matter"),
         ("---\n- a\n---\n", "expected fields"),
-        ("---\nname: x\nclass: y\n---\n", "expected function, maths_unchanged, needs"),
+        ("---\nname: x\nclass: y\n---\n", "expected function, maths_unchanged"),
     ],
 )
 def test_a_card_with_missing_fields_is_refused(tmp_path, content, message):
