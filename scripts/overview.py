@@ -36,6 +36,8 @@ TOPICS = {
 }
 # Modules that pages write in front of a function -> their location in the package.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}
+# A search finds the card of a name, and not the pages of its arguments.
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 KEYS = ("name", "class", "function", "maths_unchanged")
 
 
@@ -113,14 +115,14 @@ def first_paragraph(named):
 
 
 def transforms(page):
-    """Return the table of batch transforms, with their defaults."""
+    """Return the table of batch transforms."""
     from lightning_turbo import augment
 
     lines = ["| Transform | What it does |", "|---|---|"]
     for name in augment.__all__:
         transform = getattr(augment, name)
         if transform.__module__.rpartition(".")[2] not in ("batch", "indexed"):
-            lines.append(f"| `{name}{arguments(transform)}` | {first_paragraph(transform)} |")
+            lines.append(f"| `{name}` | {first_paragraph(transform)} |")
     return "\n".join(lines)
 
 
@@ -258,7 +260,7 @@ def stub():
 def generated():
     """Return the text of each generated file by its path."""
     pages = {
-        API.parent / f"{name}.md": f"::: lightning_turbo.{name}\n"
+        API.parent / f"{name}.md": f"{UNSEARCHED}::: lightning_turbo.{name}\n"
         for names in public_names().values()
         for name in names
     }

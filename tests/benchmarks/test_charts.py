@@ -30,8 +30,3 @@ def test_the_command_draws_the_selected_pages(tmp_path):
     assert charts.main(["patches_", "lengths", "--out", str(tmp_path)]) == 0
     assert {path.name.partition("_")[0] for path in tmp_path.iterdir()} == {"patches", "lengths"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
-
-
-def test_a_search_of_the_site_finds_cards_and_not_result_pages():
-    pages = [path for path in charts.PAGES.glob("*.md") if path.name != "README.md"]
-    assert [path.name for path in pages if "search:\n  exclude: true" not in path.read_text().split("---")[1]] == []

@@ -1,5 +1,6 @@
 """The built site, because correct Markdown can still be rendered wrongly."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -110,3 +111,23 @@ def test_every_page_of_the_navigation_is_built(site):
     for page in re.findall(r'"([\w/-]+\.md)"', SETTINGS):
         home = page.removesuffix(".md").removesuffix("README").removesuffix("index")
         assert (site / home / "index.html").exists(), page
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("mixed precision", {"cards/apex-amp/"}),
+        ("prefetch", {"cards/background-prefetch/", "cards/device-prefetch/", "symptoms/dataloader-is-slow/"}),
+        ("resume", {"resume/", "symptoms/resume-repeats-samples/"}),
+        ("预取", {"zh-CN/"}),
+        ("混合精度", {"zh-CN/"}),
+        ("断点续训", {"zh-CN/"}),
+    ],
+)
+def test_a_search_finds_cards_and_guides_and_no_stored_results_or_arguments(site, words, found):
+    items = json.loads((site / "search.json").read_text())["items"]
+    assert [item["location"] for item in items if re.match(r"(api|benchmarks)/[^#]", item["location"])] == []
+    # A search puts first what has its words in the title: of a page, or of a section of the one Chinese page.
+    titles = {item["location"]: re.sub("<.*?>", "", item["title"]).lower() for item in items}
+    places = [place for place, title in titles.items() if words in title and ("#" not in place or not words.isascii())]
+    assert {place.partition("#")[0] for place in places} == found
