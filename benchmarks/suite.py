@@ -34,6 +34,7 @@ SUITES: dict[str, str] = {
     "loaders": "benchmarks.loaders:SUITE",
     "loading": "benchmarks.loading:SUITE",
     "starts": "benchmarks.loading:STARTS",
+    "getitem": "benchmarks.getitem:SUITE",
     "augment": "benchmarks.augment:SUITE",
     "transforms": "benchmarks.augment:TRANSFORMS",
     "patches": "benchmarks.patches:SUITE",

@@ -1,16 +1,18 @@
 """Batches of any structure, from this process and from worker processes, equal to those of a DataLoader."""
 
+import threading
+import time
 from collections import UserDict
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, StackDataset, Subset, TensorDataset
 
 from lightning_turbo import PrefetchLoader
 from tests.data.batches import differences
-from tests.data.samples import Pair, Rows, Scan
-from tests.promises.runs import generators, seed
+from tests.data.samples import Pair, Rows, Scan, itself
+from tests.promises.runs import LENGTH, Slow, generators, seed, stock, stopped, turbo
 
 pytestmark = [pytest.mark.usefixtures("all_ends", "every_loader_has_a_thread"), pytest.mark.timeout(60)]
 
@@ -158,3 +160,76 @@ def test_a_batch_can_be_written_to_and_changes_nothing_else(make, workers):
     loader = PrefetchLoader(make(), batch_size=4, num_workers=workers)
     expected = values(DataLoader(make(), batch_size=4))
     assert [values(loader), values(loader)] == [expected] * 2
+
+
+# ---- Batches that the dataset loads in one call.
+
+
+class Windows(Slow):
+    """Windows of 4 values of a long series; a batch of them is one index into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.series = torch.arange(100.0).square()
+        self.threads = set()
+
+    def __getitems__(self, indices):
+        self.threads.add(threading.get_ident())
+        time.sleep(self.seconds)
+        starts = torch.tensor(indices)[:, None]
+        return {"x": self.series[starts + torch.arange(4)], "index": starts, "asked": indices}
+
+    def __getitem__(self, index):
+        raise AssertionError(f"expected a call for a whole batch, got one for the sample {index}")
+
+
+class Cells(Windows):
+    """The same for loaders that pass a list of indices to ``__getitem__``."""
+
+    __getitem__ = Windows.__getitems__
+    __getitems__ = None
+
+
+def windows(kind, workers=0, size=4, **settings):
+    data = Windows()
+    return kind(data, batch_size=size, shuffle=True, num_workers=workers, collate_fn=itself, **settings)
+
+
+def cells(kind, workers=0, size=4, **settings):
+    data = Cells()
+    order = BatchSampler(RandomSampler(data), size, drop_last=False)
+    return kind(data, batch_size=None, sampler=order, num_workers=workers, **settings)
+
+
+IN_ONE_CALL = pytest.mark.parametrize("make", [windows, cells])
+
+
+@IN_ONE_CALL
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [4, 5])
+def test_a_batch_that_the_dataset_loads_in_one_call(make, workers, size):
+    """Of five samples the last batch is not full."""
+    found = []
+    for kind, number in ((PrefetchLoader, workers), (DataLoader, 0)):
+        seed(0)
+        loader = make(kind, number, size)
+        found.append([*loader, *loader, generators()])
+    for one, two in zip(*found, strict=True):
+        assert_same(one, two)
+    assert {len(batch["asked"]) for batch in found[0][:-1]} == {size, LENGTH % size or size}
+
+
+@IN_ONE_CALL
+def test_a_batch_that_the_dataset_loads_in_one_call_is_loaded_ahead(make):
+    loader = make(PrefetchLoader)
+    list(loader)
+    assert {threading.get_ident()} < loader.dataset.threads
+
+
+@IN_ONE_CALL
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stops", [[], [3, 11]])
+def test_a_run_whose_dataset_loads_a_batch_in_one_call(make, workers, stops, tmp_path):
+    """Beside stock Lightning; also where it is stopped in the first epoch and in the second."""
+    seen = stopped(turbo, lambda: make(DataLoader, workers), stops, tmp_path)
+    assert seen == stock(make(DataLoader, workers))
