@@ -29,7 +29,7 @@ GUIDES = (
 )  # fmt: skip
 # Topic of benchmark pages -> first words of their file names, in the order of the navigation.
 TOPICS = {
-    "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "starts", "patches", "lengths"),
+    "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "getitem", "starts", "patches", "lengths"),
     "Augmentation": ("augment", "transforms"),
     "Computing": ("precision", "networks", "compiled", "overhead", "groups", "memory", "saves"),
     "Whole runs": ("promises", "tune", "ablation", "resume", "stops"),

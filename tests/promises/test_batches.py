@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, StackDatas
 
 from lightning_turbo import PrefetchLoader
 from tests.data.batches import differences
-from tests.data.samples import Pair, Rows, Scan, itself
-from tests.promises.runs import LENGTH, Slow, generators, seed, stock, stopped, turbo
+from tests.data.samples import Pair, Rows, Scan, itself, saved
+from tests.promises.runs import LENGTH, Slow, flat, generators, seed, stock, stopped, turbo
 
 pytestmark = [pytest.mark.usefixtures("all_ends", "every_loader_has_a_thread"), pytest.mark.timeout(60)]
 
@@ -205,8 +205,7 @@ IN_ONE_CALL = pytest.mark.parametrize("make", [windows, cells])
 
 
 @IN_ONE_CALL
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize(("workers", "size"), [(0, 4), (0, 5), (2, 5)])
 def test_a_batch_that_the_dataset_loads_in_one_call(make, workers, size):
     """Of five samples the last batch is not full."""
     found = []
@@ -227,8 +226,21 @@ def test_a_batch_that_the_dataset_loads_in_one_call_is_loaded_ahead(make):
 
 
 @IN_ONE_CALL
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("stops", [[], [3, 11]])
+def test_the_rest_of_an_epoch_in_batches_of_another_size(make):
+    loader = make(PrefetchLoader, size=4)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state, rest = saved(loader.state_dict()), flat(batch["asked"] for batch in batches)
+    again = make(PrefetchLoader, size=8)
+    again.load_state_dict(state)
+    asked = [batch["asked"] for batch in again]
+    assert flat(asked) == rest
+    assert [len(each) for each in asked] == [8, 8, 4]
+
+
+@IN_ONE_CALL
+@pytest.mark.parametrize(("workers", "stops"), [(0, []), (0, [3, 11]), (1, [3, 11])])
 def test_a_run_whose_dataset_loads_a_batch_in_one_call(make, workers, stops, tmp_path):
     """Beside stock Lightning; also where it is stopped in the first epoch and in the second."""
     seen = stopped(turbo, lambda: make(DataLoader, workers), stops, tmp_path)
