@@ -9,6 +9,7 @@ calls it where something needs it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_turbo._checks import inherits
 from lightning_turbo._lightning import (
@@ -24,6 +26,7 @@ from lightning_turbo._lightning import (
     ClosureResult,
     DataHooks,
     DataLoaderIterDataFetcher,
+    LightningModule,
     LoggerConnector,
     Metric,
     MixedPrecision,
@@ -42,7 +45,11 @@ from lightning_turbo._trainer import takes_batch_index
 __all__ = ["LeanStrategy", "find_custom_loops", "install_lean", "is_profiled"]
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_AROUND_STEP = ("pre_backward", "post_backward", "optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients")
+_CLIP = ("configure_gradient_clipping", "clip_gradients")
+_AROUND_STEP = (
+    "pre_backward", "post_backward", "optimizer_step", "_wrap_closure", "_after_closure", "_clip_gradients",
+    "clip_gradients",
+)  # fmt: skip
 
 
 def find_custom_loops(trainer: Any) -> list[str]:
@@ -252,7 +259,11 @@ class LeanOptimization(AutomaticOptimization):
         call_callbacks(trainer, module, "on_before_zero_grad", optimizer)
         call_hook(module, module, "on_before_zero_grad", optimizer)
         progress.increment_started()
-        call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
+        # After release_gradients there are no gradients, and zero_grad takes some percent of a small step.
+        is_plain = inherits(module, LightningModule, ("optimizer_zero_grad",))
+        is_plain = is_plain and inherits(optimizer, Optimizer, ("zero_grad",))
+        if not is_plain or any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            call_hook(module, module, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         progress.increment_completed()
 
     def _step(self, batch_idx: int, closure: Closure, accumulates: bool) -> None:
@@ -339,11 +350,12 @@ def _run_closure(module: Any, optimizer: Any, closure: Callable[[], Any]) -> Any
     trainer = module.trainer
     call_callbacks(trainer, module, "on_before_optimizer_step", optimizer)
     call_hook(module, module, "on_before_optimizer_step", optimizer)
-    if module.automatic_optimization:
-        clip = {
-            "gradient_clip_val": trainer.gradient_clip_val,
-            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        }
+    clip = {
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+    }
+    has_clipping = any(value is not None for value in clip.values()) or not inherits(module, LightningModule, _CLIP)
+    if module.automatic_optimization and has_clipping:
         call_hook(module, module, "configure_gradient_clipping", optimizer, **clip)
     return result
 
@@ -423,6 +435,18 @@ class LeanConnector(LoggerConnector):
         super().progress_bar_metrics  # noqa: B018 (adds the values since the end of the last batch)
         return _make_numbers(self)
 
+    def on_batch_end(self) -> None:
+        """Add the values of a batch. Follows ``_LoggerConnector.on_batch_end``.
+
+        Lightning's searches for the results three times.
+        """
+        results: Any = self.trainer._results
+        metrics = results.metrics(on_step=True)
+        self._progress_bar_metrics.update(metrics["pbar"])
+        self._callback_metrics.update(metrics["callback"])
+        self._logged_metrics.update(metrics["log"])
+        results.batch = results.batch_size = None
+
 
 def _make_numbers(connector: Any) -> dict[str, float]:
     shown = connector._progress_bar_metrics
@@ -442,29 +466,36 @@ class LeanMetric(ResultMetric):
     def to(self, *args: Any, **kwargs: Any) -> LeanMetric:
         """Move to a device. Follows ``_ResultMetric.to``."""
         (device,) = args
-        parts = [getattr(self, "value", None), *_tensors_of(self)]
-        if not all(_is_on(part, device) for part in parts):
+        if not _are_on(device, [vars(self).get("value"), *_tensors_of(self)]):
             super().to(device, **kwargs)
         return self
 
 
-def _is_on(part: Any, device: torch.device) -> bool:
-    """Return whether moving a part of a logged value to a device certainly changes nothing."""
-    if isinstance(part, Tensor):
-        return part.device == device
-    if isinstance(part, list):
-        return all(isinstance(each, Tensor) and each.device == device for each in part)
-    return part is None or (isinstance(part, Metric) and _is_metric_on(part, device))
+def _are_on(device: torch.device, parts: list[Any]) -> bool:
+    """Return whether moving the parts of a logged value to a device certainly changes nothing."""
+    for part in parts:
+        if isinstance(part, Tensor):
+            if part.device != device:
+                return False
+        elif part is not None and not (_are_on(device, part) if type(part) is list else _is_metric_on(device, part)):
+            return False
+    return True
 
 
-def _is_metric_on(metric: Metric, device: torch.device) -> bool:
+def _is_metric_on(device: torch.device, metric: Any) -> bool:
     # A move also moves modules, parameters and buffers, and sets the dtype to torch's default.
     return (
-        inherits(metric, Metric, ("to", "_apply"))
+        isinstance(metric, Metric)
+        and _moves_like_any(type(metric))
         and not (metric._modules or metric._parameters or metric._buffers)
         and (metric.device, metric.dtype) == (device, torch.get_default_dtype())
-        and all(_is_on(each, device) for each in _tensors_of(metric))
+        and _are_on(device, _tensors_of(metric))
     )
+
+
+@functools.cache
+def _moves_like_any(kind: type) -> bool:
+    return kind.to is Metric.to and kind._apply is Metric._apply
 
 
 def _tensors_of(metric: Any) -> list[Any]:

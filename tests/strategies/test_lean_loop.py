@@ -432,6 +432,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, first, second, at):
     assert resumed[0].global_step == again[0].global_step > at
 
 
+def test_gradients_are_cleared_once_a_step(monkeypatch):
+    cleared, clear = [], torch.optim.Optimizer.zero_grad
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda self: cleared.append(self) or clear(self))
+    trainer = small_trainer(TurboStrategy(device_prefetch=False))
+    trainer.fit(Net(), batches(), batches(count=8))
+    assert len(cleared) == trainer.global_step - 1 > 5  # the last gradients stay, as in Lightning
+
+
 def test_a_metric_that_is_in_place_is_not_moved_again(monkeypatch):
     moved, move = [], torchmetrics.Metric._apply
     monkeypatch.setattr(torchmetrics.Metric, "_apply", lambda self, *a, **k: moved.append(self) or move(self, *a, **k))
