@@ -165,11 +165,13 @@ class LeanEpochLoop(TrainingEpochLoop):
         module = trainer.lightning_module
         call_callbacks(trainer, module, "on_train_batch_end", output, batch, batch_idx)
         call_hook(module, module, "on_train_batch_end", output, batch, batch_idx)
-        if self._results:  # something was logged
+        has_logged = bool(self._results)
+        if has_logged:
             trainer._logger_connector.on_batch_end()
         self._results.batch = None
         self.batch_progress.increment_completed()
-        trainer._logger_connector.update_train_step_metrics()
+        if has_logged:
+            trainer._logger_connector.update_train_step_metrics()
 
     def _to_device(self, batch: Any) -> Any:
         """Move a batch. Follows ``LightningModule._apply_batch_transfer_handler``."""
@@ -320,9 +322,9 @@ class LeanStrategy(Strategy):
         Follows ``Strategy.backward``, ``Precision.pre_backward`` and ``Precision.post_backward``.
         """
         module: Any = self.lightning_module
-        if not self.step_is_plain or is_profiled(module.trainer):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
         trainer = module.trainer
+        if not self.step_is_plain or is_profiled(trainer):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         self.pre_backward(closure_loss)
         call_callbacks(trainer, module, "on_before_backward", closure_loss)
         call_hook(module, module, "on_before_backward", closure_loss)
@@ -350,12 +352,10 @@ def _run_closure(module: Any, optimizer: Any, closure: Callable[[], Any]) -> Any
     trainer = module.trainer
     call_callbacks(trainer, module, "on_before_optimizer_step", optimizer)
     call_hook(module, module, "on_before_optimizer_step", optimizer)
-    clip = {
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-    }
-    has_clipping = any(value is not None for value in clip.values()) or not inherits(module, LightningModule, _CLIP)
-    if module.automatic_optimization and has_clipping:
+    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    clips = not (value is algorithm is None and inherits(module, LightningModule, _CLIP))
+    if clips and module.automatic_optimization:
+        clip = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
         call_hook(module, module, "configure_gradient_clipping", optimizer, **clip)
     return result
 
@@ -379,7 +379,7 @@ class LeanResults(ResultCollection):
         has_suffix = index is not None and settings.get("add_dataloader_idx", True)
         key = f"{fx}.{name}.{index}" if has_suffix else f"{fx}.{name}"
         metric: Any = self.get(key)
-        is_detached = isinstance(value, Metric) or (type(value) is Tensor and not value.requires_grad)
+        is_detached = (type(value) is Tensor and not value.requires_grad) or isinstance(value, Metric)
         if metric is not None and is_detached and metric.settings == (settings, index):
             metric.to(value.device)
             metric.forward(value, self._extract_batch_size(metric, batch_size, metric.meta))
@@ -446,6 +446,16 @@ class LeanConnector(LoggerConnector):
         self._callback_metrics.update(metrics["callback"])
         self._logged_metrics.update(metrics["log"])
         results.batch = results.batch_size = None
+
+    def update_train_step_metrics(self) -> None:
+        """Log the values of a step, if they may be due. Follows ``_LoggerConnector.should_update_logs``.
+
+        Lightning's method, which searches for the running loop, decides.
+        """
+        trainer: Any = self.trainer
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        if trainer.should_stop or trainer.fast_dev_run or step % (trainer.log_every_n_steps or 1) == 0:
+            super().update_train_step_metrics()
 
 
 def _make_numbers(connector: Any) -> dict[str, float]:
