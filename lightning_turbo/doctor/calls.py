@@ -68,7 +68,7 @@ class CallTable:
             self.scaled = kind == "scale"
         elif kind == "log":
             if given["prog_bar"] and given["on_step"] is not False:
-                self._note(kind, str(given["name"]), frame.f_back)
+                self._note(kind, str(given["name"]), _outside(frame))
         elif kind != "clip" or self.scaled:
             self._note(kind, name, frame.f_back)
 
@@ -77,3 +77,11 @@ class CallTable:
         by_torch = caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.")
         if not (by_torch and kind == "housekeeping"):
             self.note(kind, name, caller)
+
+
+def _outside(frame: FrameType) -> FrameType | None:
+    """Return the caller of a function from another file: ``log_dict`` calls ``log``."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_filename == frame.f_code.co_filename:
+        caller = caller.f_back
+    return caller

@@ -71,7 +71,7 @@ def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws:
         trainer: The Trainer.
         sources: Finds the line that creates the loader.
         fit: The line that started the run, in case the loader was created elsewhere.
-        draws: What loading was seen to draw from.
+        draws: Who was seen to draw random numbers, as a clause.
     """
     loader: Any = trainer.train_dataloader
     names = ("DataLoader", type(loader).__name__)

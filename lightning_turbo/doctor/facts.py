@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from lightning_turbo._checks import expect, is_whole
 
 __all__ = [
-    "BOUNDS", "FEW", "NOTICEABLE", "SHORT", "WAITING", "Call", "Facts", "FitFacts", "HookTime", "LineTime", "Loader",
+    "BOUNDS", "FEW", "NOTICEABLE", "WAITING", "Call", "Facts", "FitFacts", "HookTime", "LineTime", "Loader",
     "OptimizerFacts", "Part", "RunSettings", "SchedulerFacts", "Seen", "Site", "check_steps",
 ]  # fmt: skip
 
 WAITING = 0.10
-"""Waiting for data bounds a step from this share on; a choice, not a measurement."""
+"""Waiting for data, or the loop's own work, bounds a step from this share on; a choice, not a measurement."""
 NOTICEABLE = 5e-3
 """Seconds per step that justify a warning; a choice as well."""
-SHORT = 2.5e-3
-"""In a step shorter than this, in seconds, Lightning's own work shows in every phase; a choice as well."""
 SLOW_LINE = 5e-4
 """A line that takes fewer seconds per step is not named."""
 FEW = 5
@@ -76,7 +74,7 @@ class Loader:
     sampler: str = ""
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if unknown
     iterable_dataset: bool = False
-    draws: str = ""  # what loading in this process draws random numbers from, as a clause
+    draws: str = ""  # whether loading in this process or the step draws random numbers, as a clause
     copied_generators: tuple[str, ...] = ()  # generators of the dataset with the same state in every worker
     site: Site | None = None
 
@@ -258,10 +256,16 @@ class Facts:
         first = max(lines, key=lambda each: each.seconds, default=None)
         return first.site if first is not None and 2 * first.seconds >= seconds > 0 else None
 
+    def slow_hooks(self) -> list[HookTime]:
+        """Return the hooks whose time is more than a twentieth of a step."""
+        least = max(SLOW_LINE, WAITING / 2 * self.step)
+        return [each for each in self.fit.hooks if each.in_steps and each.seconds > least]
+
     @property
     def pays_for_loop(self) -> bool:
-        """Whether the step is so short that a leaner loop would shorten it."""
-        return 0 < self.step < SHORT and self.seconds_in(BOUNDS["loop"]) > WAITING * self.step
+        """Whether a leaner loop gains: logging and hooks, besides those that are named, take much of the step."""
+        rest = self.seconds_in(BOUNDS["loop"]) - sum(hook.seconds for hook in self.slow_hooks())
+        return rest > WAITING * self.step
 
     @property
     def bound(self) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_turbo._random import GeneratorWatch, generators_in
+from lightning_turbo._random import GeneratorWatch, changed_generators, generators_in, shared_state
 from lightning_turbo.data.loading.loader import PrefetchLoader
+from lightning_turbo.data.loading.whole_batches import is_quiet
 from lightning_turbo.doctor.facts import Loader, Site
 
 __all__ = ["Draws", "describe_loader", "inner_loader"]
@@ -26,7 +27,7 @@ def describe_loader(loader: Any, site: Site | None = None, draws: str = "") -> L
     Args:
         loader: The loader.
         site: The line that creates it.
-        draws: What loading was seen to draw from, as a clause.
+        draws: Who was seen to draw from what, as a clause.
     """
     if loader is None or isinstance(loader, (list, tuple, dict)):
         return Loader()
@@ -51,34 +52,47 @@ def inner_loader(loader: Any) -> Any:
 
 
 class Draws:
-    """Checks whether loading draws random numbers in this process, which prevents loading in a thread.
+    """Checks whether loading or the step draws random numbers in this process, which prevents loading in a thread.
 
-    A ``Session`` calls ``begin`` and ``end`` around the fetch of each watched batch.
+    A ``Session`` calls ``begin`` before each watched batch is fetched, ``fetched`` after it, and ``end`` after its
+    step, or ``drop`` if that is no step. The loaders of this package look at the same.
 
     Attributes:
-        drew: What was drawn from, as a clause; empty if nothing was.
+        drew: Who drew from what, as a clause; empty if nobody did.
     """
 
     def __init__(self) -> None:
         self.drew = ""
         self._watch: GeneratorWatch | None = None
+        self._states: dict[str, Any] | None = None  # of the global generators as the step began
 
     def begin(self, loader: Any) -> None:
-        """Start watching a loader that loads in this process, unless it was seen to draw."""
+        """Start watching a loader that loads in this process, unless somebody was seen to draw."""
         if self.drew or not isinstance(loader, DataLoader) or loader.num_workers:
             return
         if getattr(loader, "sample_seeds", None) is not None:
-            self.drew = "draws from generators that sample_seeds seeds"
-        else:
+            self.drew = "loading draws from generators that sample_seeds seeds"
+        elif not is_quiet(loader):
             self._watch = GeneratorWatch(generators_in(loader.dataset))
             self._watch.__enter__()
 
-    def end(self) -> None:
-        """Stop watching."""
+    def fetched(self) -> None:
+        """Find out whether loading has drawn, and go on to watch the step."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__()
-            self.drew = watch.found
+            self.drew = f"loading {watch.found}" if watch.found else ""
+            self._states = shared_state()
+
+    def end(self) -> None:
+        """Find out whether the step has drawn, and stop watching."""
+        states, self._states = self._states, None
+        if states is not None and not self.drew and (names := changed_generators(states, shared_state())):
+            self.drew = f"the step draws from the global RNG of {' and '.join(names)}, which loading may use too"
+
+    def drop(self) -> None:
+        """Stop watching what is no step."""
+        self._watch = self._states = None
 
 
 def _innermost(dataset: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_turbo._lightning import Metric
 from lightning_turbo.doctor.facts import Part
 from lightning_turbo.doctor.source import Sources
 
@@ -71,6 +72,9 @@ def _owners(module: nn.Module, others: Iterable[object]) -> dict[str, object]:
 
 def _attributes(owner: object) -> dict[str, Any]:
     own = dict(vars(owner))
+    if isinstance(owner, Metric):
+        # Its latest results, as torchmetrics keeps them: with a graph where the metric is the loss.
+        own = {name: value for name, value in own.items() if name not in ("_forward_cache", "_computed")}
     own.pop("_modules", None)
     own |= own.pop("_buffers", {})
     for name in own.pop("_parameters", {}):

@@ -92,7 +92,7 @@ class Session(Listener):
         self._is_over = True
         self.sampler.stop()
         self.watch.pause()
-        self.draws.end()
+        self.draws.drop()
         self.timeline.stop()
         if self._loads is not None:
             self._loads.put_back()
@@ -114,7 +114,7 @@ class Session(Listener):
 
     def fetched(self, step: int) -> None:
         """Watch the step, if it is to be watched."""
-        self.draws.end()
+        self.draws.fetched()
         if self.plan.watches(step) and not self._is_over:
             self.watch.begin_step()
         self._ending.fetched(step)
@@ -130,7 +130,7 @@ class Session(Listener):
 
     def drop_step(self, step: int) -> None:
         """Stop watching what was no step."""
-        self.draws.end()
+        self.draws.drop()
         self.watch.pause()
         self.sampler.resume()
 

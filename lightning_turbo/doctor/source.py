@@ -57,11 +57,10 @@ class Sources:
         self._first = {file for file in files if not file.startswith(("<", _TORCH, _HERE))}
         self.adopted = frozenset(map(package_of, self._first)) - {"", *LIGHTNING}
 
-    def site(self, frame: FrameType | None, *, through: bool = False) -> Site | None:
+    def site(self, frame: FrameType | None) -> Site | None:
         """Return the innermost own line on the stack from ``frame`` outward, otherwise the innermost adopted one.
 
-        ``None`` if Lightning or torch's optimizers, scalers or loaders come first, because they are then responsible;
-        ``through`` skips them.
+        ``None`` if Lightning or torch's optimizers, scalers or loaders come first, because they are then responsible.
         """
         # An own line wins over a nearer line of an adopted library, because the user can change it.
         adopted = None
@@ -71,7 +70,7 @@ class Sources:
                 return _site_of(each)
             if kind == "adopted":
                 adopted = adopted or _site_of(each)
-            elif kind == "machinery" and not through:
+            elif kind == "machinery":
                 break
         return adopted
 

@@ -150,8 +150,7 @@ class StepWatch:
         self.guard.note(self._note_python, kind, name, caller)
 
     def _note_python(self, kind: str, name: str, caller: FrameType | None) -> None:
-        # log_dict calls log: the line is behind Lightning's own frames.
-        self.note(kind, name, self.sources.site(caller, through=kind == "log"))
+        self.note(kind, name, self.sources.site(caller))
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Call a torch function and record what it does."""

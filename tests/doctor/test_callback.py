@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import lightning_turbo
 from lightning_turbo import ApexAMP, Doctor, PrefetchDataModule
 from lightning_turbo.doctor.report import as_text
-from tests.integration.doctor_runs import QUIET, SHORT, Noisy, equal, images, rules, trained, trainer
+from tests.integration.doctor_runs import QUIET, SHORT, Base, Noisy, equal, images, rules, trained, trainer
 
 pytestmark = QUIET
 
@@ -169,6 +169,24 @@ class Unrolled(Noisy):
 def test_a_kept_graph_is_reported_as_growing_only_if_it_grows_in_each_step():
     trained(doctor := Doctor(**SHORT), model=Unrolled)
     assert [(part.name, part.growing) for part in doctor.report.facts.seen.retained] == [("self.last", False)]
+
+
+INSTALLED = """
+class Net(Base):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("one", loss, prog_bar=True)
+        self.log_dict({"two": loss, "three": 2 * loss}, prog_bar=True)
+        return loss
+"""
+
+
+def test_a_value_that_an_installed_module_logs_has_its_line_and_not_that_of_the_script():
+    file = "/environment/site-packages/some_package/net.py"
+    exec(compile(INSTALLED, file, "exec"), names := {"__name__": "some_package.net", "Base": Base})
+    trained(doctor := Doctor(**SHORT), model=names["Net"])
+    (found,) = (each for each in doctor.report.findings if each.rule == "progress-bar-sync")
+    assert {(place.site.file, place.site.line) for place in found.places} == {(file, 5), (file, 6)}
 
 
 # Runs that are timed but not watched

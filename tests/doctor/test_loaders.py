@@ -123,9 +123,9 @@ class Drawing(torch.utils.data.Dataset):
         return torch.ones(8), i % 4
 
 
-def drew(data):
-    """Return the generators from which the Doctor saw a loader draw in a run."""
-    trainer(doctor := Doctor(warmup=1, timed=1, watched=2), max_steps=6, max_epochs=-1).fit(Base(), data)
+def drew(data, model=Base):
+    """Return who draws from what, as the Doctor saw it in a run."""
+    trainer(doctor := Doctor(warmup=1, timed=1, watched=2), max_steps=6, max_epochs=-1).fit(model(), data)
     return doctor.report.facts.loader.draws
 
 
@@ -138,6 +138,38 @@ def test_settings_without_effect_are_judged_as_by_the_loader(kind, monkeypatch):
         with pytest.warns(NoEffectWarning):
             list(PrefetchLoader(Drawing(kind), batch_size=4))
     assert drew(DataLoader(Drawing(kind), batch_size=4, num_workers=1)) == ""
+
+
+class Drops(Base):
+    """Draws in the step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss([torch.nn.functional.dropout(batch[0]), batch[1]])
+
+
+class Noted(torch.optim.SGD):
+    """Draws in the optimizer's step."""
+
+    def step(self, closure=None):
+        random.random()
+        return super().step(closure)
+
+
+class Noisy(Base):
+    def configure_optimizers(self):
+        return Noted(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Drops, "torch"), (Noisy, "random")])
+def test_a_step_that_draws_leaves_a_thread_without_effect(model, name, monkeypatch):
+    monkeypatch.setattr(prefetcher, "MIN_SECONDS", 0.0)
+    loader = DataLoader(Drawing(""), batch_size=4, shuffle=True)
+    assert drew(loader, model) == f"the step draws from the global RNG of {name}, which loading may use too"
+    with pytest.warns(NoEffectWarning, match="what is done with a batch draws"):
+        drew(PrefetchLoader(Drawing(""), batch_size=4), model)
+    # No code of the user's loads from arrays: a thread may, whatever the step draws.
+    data = TensorDataset(torch.ones(160, 8), torch.zeros(160, dtype=torch.long))
+    assert drew(DataLoader(data, batch_size=4), model) == ""
 
 
 def test_samples_with_seeds_load_in_the_calling_thread():

@@ -72,7 +72,7 @@ def _loop_overhead(facts: Facts) -> Iterator[Hit]:
     what = "{share} of the step is hooks, callbacks and logging"
     for hook in [each for each in facts.fit.hooks if each.in_steps][:1]:
         what += f", the longest of them {hook.shown} ({hook.seconds * 1e3:.2f} ms)"
-    turbo = TURBO.get(facts.run.strategy)
+    turbo = TURBO.get(facts.run.strategy) if facts.pays_for_loop else None
     lean = f"Trainer(strategy={turbo!r}) calls hooks directly and logs without waiting. " if turbo else ""
     rare = "Do the work of your own hooks and callbacks every so many steps only, and log less often."
     yield _hit(facts, "loop", what, _level(facts, "loop"), lean + rare)

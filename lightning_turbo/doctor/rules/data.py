@@ -42,7 +42,7 @@ def _waits_for_data(facts: Facts) -> Iterator[Hit]:
     elif facts.loader.draws:
         # Such a loader loads in the calling thread, so a background thread would have no effect.
         remedy = (
-            f"Loading {facts.loader.draws}, so that it stays in the calling thread: "
+            f"{facts.loader.draws[:1].upper()}{facts.loader.draws[1:]}, so that loading stays in the calling thread: "
             "DataLoader(num_workers=1, persistent_workers=True) loads ahead in a process, with Prefetch() behind it. "
             "Then raise num_workers as long as it helps."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_turbo.doctor.facts import NOTICEABLE, SLOW_LINE, Facts, Loader, Site
+from lightning_turbo.doctor.facts import NOTICEABLE, Facts, Loader, Site
 from lightning_turbo.doctor.rules.rule import Hit, rule
 
 __all__: list[str] = []
@@ -125,13 +125,12 @@ def _slow_checkpoint(facts: Facts) -> Iterator[Hit]:
 
 @rule("slow-hook", "doctor", "Do its work less often, or in a process or thread of its own.", by_time=False)
 def _slow_hook(facts: Facts) -> Iterator[Hit]:
+    for hook in facts.slow_hooks():
+        level = "warning" if hook.seconds > SHARE * facts.step and hook.seconds > NOTICEABLE else "info"
+        cost = f"{{ms}} ms a step, {hook.seconds / facts.step:.0%} of it (measured)"
+        what = f"{hook.shown} takes {hook.seconds * 1e3:.2f} ms in each step"
+        yield Hit(what, hook.site, cost, level, seconds=hook.seconds)
     for hook in facts.fit.hooks:
-        if hook.in_steps:
-            if hook.seconds > max(SLOW_LINE, SHARE / 2 * facts.step):
-                level = "warning" if hook.seconds > SHARE * facts.step and hook.seconds > NOTICEABLE else "info"
-                cost = f"{{ms}} ms a step, {hook.seconds / facts.step:.0%} of it (measured)"
-                what = f"{hook.shown} takes {hook.seconds * 1e3:.2f} ms in each step"
-                yield Hit(what, hook.site, cost, level, seconds=hook.seconds)
-        elif not _is_little(facts, hook.seconds):
+        if not hook.in_steps and not _is_little(facts, hook.seconds):
             what = f"{hook.shown} takes {hook.seconds:.2f} s, at the border of an epoch"
             yield _hit(facts, what, hook.seconds, site=hook.site)
