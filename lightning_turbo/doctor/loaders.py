@@ -55,7 +55,7 @@ class Draws:
     """Checks whether loading or the step draws random numbers in this process, which prevents loading in a thread.
 
     A ``Session`` calls ``begin`` before each watched batch is fetched, ``fetched`` after it, and ``end`` after its
-    step, or ``drop`` if that is no step. The loaders of this package look at the same.
+    step, or ``drop`` if it was none. The loaders of this package look at the same.
 
     Attributes:
         drew: Who drew from what, as a clause; empty if nobody did.
@@ -91,7 +91,7 @@ class Draws:
             self.drew = f"the step draws from the global RNG of {' and '.join(names)}, which loading may use too"
 
     def drop(self) -> None:
-        """Stop watching what is no step."""
+        """Stop watching, without a result."""
         self._watch = self._states = None
 
 
