@@ -109,7 +109,7 @@ class ReportSteps(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Come after the other callbacks, so that a checkpoint holds what they do with a batch."""
-        if not inherits(trainer.strategy, Strategy, ("save_checkpoint",)):
+        if stage == "fit" and not inherits(trainer.strategy, Strategy, ("save_checkpoint",)):
             raise MisconfigurationException(
                 "ReportSteps: expected a strategy that saves one file with the weights of all ranks, such as "
                 f"RayTurboDDPStrategy, got {type(trainer.strategy).__name__}. Its ranks save parts, at a path of rank "

@@ -141,6 +141,7 @@ def test_strategies_that_shard_the_model_are_refused(kind, rays):
     trainer = SimpleNamespace(strategy=strategy, callbacks=[])
     with pytest.raises(MisconfigurationException, match=f"one file with the weights of all ranks, .* got {kind}"):
         ReportSteps(1).setup(trainer, make_model(pl), "fit")
+    ReportSteps(1).setup(trainer, make_model(pl), "validate")  # reports nothing
 
 
 # Two workers of Ray, each case in a program of its own; fast forms are above, and with gloo ranks without Ray in

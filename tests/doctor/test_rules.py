@@ -440,6 +440,9 @@ def test_a_turbo_strategy_is_recommended_for_its_share_of_a_step_where_it_can_re
     assert ("turbo" in finding.remedy) == (named is not None)
     assert named is None or named in finding.remedy
     assert "the longest of them Mine.on_fit (0.30 ms)" in finding.what
+    facts = replace(facts, fit=FitFacts(hooks=(replace_fields(hook, seconds=0.00003),)))
+    (finding,) = (each for each in diagnose(facts) if each.rule == "loop-overhead")
+    assert finding.what.endswith("logging"), "a hook that takes less than a tenth of it is not the reason"
 
 
 def test_no_strategy_is_recommended_where_a_hook_takes_the_time():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, Facts
+from lightning_turbo.doctor.facts import BOUNDS, NOTICEABLE, WAITING, Facts
 from lightning_turbo.doctor.rules.rule import Hit, rule
 
 __all__: list[str] = []
@@ -70,7 +70,8 @@ def _loop_overhead(facts: Facts) -> Iterator[Hit]:
     if facts.bound != "loop" and not facts.pays_for_loop:
         return
     what = "{share} of the step is hooks, callbacks and logging"
-    for hook in [each for each in facts.fit.hooks if each.in_steps][:1]:
+    least = WAITING * facts.seconds_in(BOUNDS["loop"])
+    for hook in [each for each in facts.fit.hooks if each.in_steps and each.seconds > least][:1]:
         what += f", the longest of them {hook.shown} ({hook.seconds * 1e3:.2f} ms)"
     turbo = TURBO.get(facts.run.strategy) if facts.pays_for_loop else None
     lean = f"Trainer(strategy={turbo!r}) calls hooks directly and logs without waiting. " if turbo else ""
