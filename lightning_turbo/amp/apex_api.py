@@ -103,6 +103,7 @@ class _Session:
             # O1's casts would change the arithmetic of the update. As in apex, a closure runs without them too.
             with disable_casts():
                 if state.overflow is not None:
+                    state.scaled_by = None  # as in apex, also gradients that the program has left scaled
                     return self.scalers[0].step(optimizer, run)
                 # No pass has unscaled these gradients since the last step: the program has assigned them or left them
                 # scaled, or steps again. As in apex, such a step is made unchecked.

@@ -36,7 +36,7 @@ class Gradients:
         self.scaled_by: ApexGradScaler | None = None
         """The scaler whose scale multiplies the gradients; ``None`` if they are unscaled."""
         self.overflow: Tensor | bool | None = None
-        """Whether they overflowed; ``None`` if nobody has looked since the last step or scaled pass."""
+        """Whether those overflowed that somebody has looked at; ``None`` if nobody has since the last step."""
         self.skipped: Tensor | bool = False
         """Whether the last step was skipped and no backward pass followed, which schedulers ask."""
 
@@ -156,8 +156,9 @@ class ApexGradScaler:
         with torch.no_grad():
             for grad in self._unscaled_gradients(optimizers).values():
                 grad.mul_(self._scale_on(grad.device))
+        _keep_overflows(optimizers)
         for state in map(gradients_of, optimizers):
-            state.scaled_by, state.overflow, state.skipped = self, None, False
+            state.scaled_by = self
         yield
 
     @contextlib.contextmanager
@@ -186,15 +187,8 @@ class ApexGradScaler:
 
         As in apex, only the overflow of the pass changes the scale.
         """
+        _keep_overflows(optimizers)
         before = self._unscaled_gradients(optimizers)
-        for optimizer in optimizers:
-            # The gradients of an earlier overflow, also of one whose step was skipped, make the next step overflow,
-            # even if they were clipped to finite numbers. The program ends this by setting them to None or to zero.
-            state = gradients_of(optimizer)
-            earlier = _either(state.overflow, state.skipped)
-            if earlier is not False:
-                state.overflow = _both(earlier, _any_nonzero(before[p] for p in params_of(optimizer) if p in before))
-            state.skipped = False
         for param in before:
             param.grad = None
         # Views into DDP's buckets are cloned.
@@ -227,7 +221,7 @@ class ApexGradScaler:
             scaled = scaler._scaled_optimizers()
             found = scaler._unscale(scaled)
             for each in map(gradients_of, scaled):
-                each.scaled_by, each.overflow = None, found
+                each.scaled_by, each.overflow = None, _either(each.overflow, found)
         elif state.overflow is None:  # a second step uses them again, or the program has assigned them
             state.overflow = self._find([p.grad for p in params_of(optimizer) if p.grad is not None])
 
@@ -275,7 +269,8 @@ class ApexGradScaler:
         if not self.is_enabled():
             return run()
         state = gradients_of(optimizer)
-        expect(state.overflow is not None, "step", "no pass since the last step", _STEP, AmpUsageError)
+        is_known = state.overflow is not None and state.scaled_by is None
+        expect(is_known, "step", "no pass since the last step", _STEP, AmpUsageError)
         found, state.overflow = state.overflow, None
         if isinstance(found, Tensor) and _skips_by_itself(optimizer):
             state.skipped = found
@@ -349,6 +344,18 @@ _STEP = (
     "a backward pass within scaler.backward() or a call of scaler.check(). A loop written for torch's scaler keeps "
     "torch.amp.GradScaler"
 )
+
+
+def _keep_overflows(optimizers: Sequence[Optimizer]) -> None:
+    """Keep the overflows of optimizers whose gradients a pass adds to."""
+    for optimizer in optimizers:
+        # The gradients of an earlier overflow, also of one whose step was skipped, make the next step overflow, even if
+        # they were clipped to finite numbers. The program ends this by setting them to None or to zero.
+        state = gradients_of(optimizer)
+        earlier = _either(state.overflow, state.skipped)
+        grads = (param.grad for param in params_of(optimizer) if param.grad is not None)
+        state.overflow = _both(earlier, _any_nonzero(grads)) if earlier is not False else None
+        state.skipped = False
 
 
 def _scaled_parameters(optimizers: Sequence[Optimizer]) -> set[Tensor]:

@@ -85,6 +85,7 @@ def test_a_fused_optimizer_with_the_state_of_an_unfused_one_skips():
     scaler = ApexGradScaler()
     before = weight.detach().clone()
     for gradient in (INF, 1.0):
+        optimizer.zero_grad()
         arrive(scaler, optimizer, torch.full((4,), gradient))
         scaler.step(optimizer)
         assert torch.equal(weight, before) is (gradient != 1.0)
@@ -212,14 +213,16 @@ def _pass(scaler, optimizer, factor, unscale):
     ("scaled", 1.0, True, None, False),
     ("scaled scaled", 1.0, True, None, False),
     ("unscaled", 1.0, False, False, False),
-    ("unscaled scaled", 1.0, True, None, False),
+    ("unscaled scaled", 1.0, True, False, False),
+    ("unscaled scaled", INF, True, True, False),
+    ("unscaled zero scaled", INF, True, False, False),
     ("scaled check", 1.0, False, False, False),
     ("scaled check step settle", 1.0, False, None, False),
     ("scaled check", INF, False, True, False),
     ("unscaled", INF, False, True, False),
     ("scaled check step", INF, False, None, True),
     ("unscaled step settle", INF, False, None, True),  # a scheduler may ask after settle
-    ("unscaled step scaled", INF, True, None, False),
+    ("unscaled step scaled", INF, True, True, False),
     ("unscaled step check", INF, False, True, True),  # a second step would use the same gradients
     ("unscaled step zero check", INF, False, False, True),
     ("unscaled step forget", INF, False, None, False),

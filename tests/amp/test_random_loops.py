@@ -26,8 +26,7 @@ class Rules:
 
     def backward(self, which, loss, factor, delay):
         for i in which:
-            known = (self.skips[i] or self.skipped[i]) and not delay
-            self.skips[i] = known and not self.is_scaled[i] and self.gradients[i] != 0.0
+            self.skips[i] = (self.skips[i] or self.skipped[i]) and self.gradients[i] != 0.0
             self.skipped[i] = False
         overflow = any(self.is_scaled[i] and self.gradients[i] == INF for i in which) or factor == INF
         for i in which:
@@ -104,3 +103,19 @@ def test_200_random_loops_follow_the_rules_of_apex(level, first):
             assert scales == rules.scales, f"seed {seed}, after {name} {values}"
             assert [weight.item() for weight in loop.model] == rules.weights, f"seed {seed}, after {name} {values}"
         amp.shutdown()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("ends", ["delayed", "unscaled", "zeroed"])
+def test_an_overflow_is_known_through_clipping_and_delayed_passes(level, ends):
+    loop = Loop(level)
+    loop.backward([0], 0, INF, False)
+    loop.clip(0)
+    if ends == "zeroed":
+        loop.zero(0)
+    loop.backward([0], 0, 1.0, True)
+    if ends != "delayed":
+        loop.backward([0], 0, 1.0, False)
+    loop.step(0)
+    assert loop.model[0].item() == (-1.0 if ends == "zeroed" else 1.0)
+    amp.shutdown()
