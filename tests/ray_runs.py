@@ -3,6 +3,7 @@
 Each case is a program of its own, because Ray leaves threads and processes behind.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -55,31 +56,39 @@ def raised(folder):
     return {**found_in(folder), "error": error}
 
 
+@contextlib.contextmanager
 def two_nodes():
-    """Start a cluster of two nodes with a core each, and return it and the second one."""
+    """Start a cluster of two nodes with a core each, and yield it and the second one.
+
+    Its end removes the address that Ray keeps in a file: other programs would wait minutes for this cluster.
+    """
     cluster = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
-    return cluster, cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    try:
+        yield cluster, cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def elastic(folder):
     """A node is taken away with its worker; Ray goes on with one of ``num_workers=(1, 2)``."""
-    cluster, node = two_nodes()
-    after_step(folder, 5, lambda: cluster.remove_node(node, allow_graceful=False))
-    example.fit(folder, (1, 2), failures=3)
+    with two_nodes() as (cluster, node):
+        after_step(folder, 5, lambda: cluster.remove_node(node, allow_graceful=False))
+        example.fit(folder, (1, 2), failures=3)
     return found_in(folder)
 
 
 def drained(folder):
     """A node will be taken away: all workers report at once and go on, until Ray starts one again without the node."""
-    cluster, node = two_nodes()
 
     def drain():
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         until = time.time_ns() // 10**6 + REMAINING * 1000
         ray._raylet.GcsClient(address=cluster.address).drain_node(node.node_id, reason, "a test", until)
 
-    after_step(folder, 2, drain)
-    example.fit(folder, (1, 2), every=1000, seconds=1.0)
+    with two_nodes() as (cluster, node):
+        after_step(folder, 2, drain)
+        example.fit(folder, (1, 2), every=1000, seconds=1.0)
     return found_in(folder)
 
 
