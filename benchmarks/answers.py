@@ -66,13 +66,11 @@ ANSWERS = {
     "disk": Answer(("prefetch-threads", "workers-2*"), PRECISION),
     "jpegs": Answer(LOADERS, PRECISION),
     "toy": Answer(("lean",)),
-    "volumes": Answer(
-        (*(PRECISION if HAS_BFLOAT16 else ()), "compile", "channels-last"), () if HAS_BFLOAT16 else PRECISION
-    ),
-    "biased": Answer(("no-bias",)),
+    "volumes": Answer(("bf16-mixed",) if HAS_BFLOAT16 else (), () if HAS_BFLOAT16 else PRECISION),
+    "short": Answer(("persistent-workers", "workers-*-persistent")),
     "scans": Answer(LOADERS, () if HAS_BFLOAT16 else PRECISION),
     "double": Answer(("prefetch-threads", "workers-2*"), PRECISION, dict.fromkeys(PRECISION, "weights are float64")),
-    "untraceable": Answer(("fused",), ("no-bias",), {"no-bias": "cannot trace this network"}),
+    "untraceable": Answer(("fused",)),
     "rivals": Answer(("workers-*",), ("prefetch*",), {"prefetch-threads": "no better than workers-"}),
     "nothing": Answer((), ("*",)),
 }
@@ -81,7 +79,7 @@ ANSWERS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tune the scripts, and return 1 if an answer was not found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks answers", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=2.0, help="time limit of each run (default: 2)")
+    parser.add_argument("--minutes", type=float, default=3.0, help="time limit of each run (default: 3)")
     parser.add_argument("--runs", type=int, default=1, help="runs of each script (default: 1)")
     parser.add_argument("--page", type=Path, help="also write the table to this file")
     parser.add_argument(
@@ -89,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(arguments)
-    rows, missed = [], 0
+    rows, missed, loads = [], 0, []
     for name in (name for name in options.only for _ in range(options.runs)):
         with tempfile.TemporaryDirectory() as folder:
             script = SCRIPTS / f"{name}.py"
@@ -99,15 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = json.loads((Path(folder) / "tune.json").read_text())
         differs = ANSWERS[name].differs(results)
         missed += bool(differs)
-        step = results["default"]["step_ms"]  # None if the time was up before it was measured
-        rows.append([f"`{name}.py`", "" if step is None else f"{step:.3g}", results["verdict"], differs or "found"])
+        loads += [results["other_cores"]] if results["other_cores"] is not None else []
+        step = results["step"]  # None if the time was up before it was measured
+        took = "" if step is None else f"{1e3 * step['seconds']:.3g}"
+        rows.append([f"`{name}.py`", took, results["verdict"], differs or "found"])
         print_lines(" | ".join(rows[-1]))  # now, so that Ctrl-C does not lose it
     facts = describe_machine("cpu")
     lines = [
         "# Known answers that tune found\n",
         f"{len(rows) - missed} of {len(rows)} runs found the known answer of the script (`examples/tune/README.md`).\n",
         f"Command, on {datetime.now(timezone.utc):%Y-%m-%d}: `python -m benchmarks answers {shlex.join(arguments)}`.",
-        f"{facts['processor']}, {facts['cores']} cores, torch {facts['versions']['torch']}.\n",
+        f"{facts['processor']}, {facts['cores']} cores, torch {facts['versions']['torch']}.",
+        f"Other programs used {min(loads):.1f} to {max(loads):.1f} cores meanwhile.\n" if loads else "",
         *markdown_table(["Script", "Step, ms", "Verdict", "Answer"], rows),
     ]
     print_lines("", *lines)

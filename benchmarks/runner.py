@@ -266,8 +266,7 @@ class SuiteRun:
         seconds = limit * size / (len(self.chosen) * settings.processes)
         self.interleaved.run(
             group,
-            {"lead": self.suite.lead, "steps": self.steps, "seconds": self.suite.round_seconds},
-            rounds=self.sweeps,
+            [{"lead": self.suite.lead, "steps": self.steps, "seconds": self.suite.round_seconds}] * self.sweeps,
             number=number,
             fewest=math.ceil(FEWEST_SWEEPS / settings.processes),
             start_until=started + START_SHARE * share,

@@ -22,7 +22,7 @@ from lightning_turbo.errors import LightningMismatchError
 # ruff: noqa: F401
 # Lightning's names. ``__getattr__`` reads this list and imports them from the bound copy, each on first use.
 if TYPE_CHECKING:
-    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+    from lightning.fabric.plugins.environments import SLURMEnvironment
     from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars, move_data_to_device
     from lightning.fabric.utilities.data import _auto_add_worker_init_fn as auto_add_worker_init_fn
     from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch

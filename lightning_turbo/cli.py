@@ -311,23 +311,15 @@ def _add_tune(commands: Commands) -> None:
         examples=("--minutes 5 train.py --max_epochs 1", "--only 'workers-*',fused -m package fit"),
         help="measure which settings make a training script faster, and write them down",
         description="Run a script in fresh processes for some steps of fit, with one setting at a time and then with "
-        "those that help together. The script is not edited. Writes tune.md, tune.json, turbo.yaml for LightningCLI, "
-        "turbo.py and, with matplotlib, tune.png. Ctrl-C keeps the results so far. That nothing helps is a result too.",
-        usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...] | "
-        "%(prog)s compare BEFORE AFTER (two folders of results: exit status 1 if a step got slower beyond noise)",
+        "those that help together, and compare the result with the script as it is over whole epochs. The script is "
+        "not edited. Prints the lines to change; writes tune.json and, for LightningCLI, turbo.yaml. Ctrl-C keeps the "
+        "results so far. That nothing helps is a result too.",
+        usage="%(prog)s [options] SCRIPT [ARGUMENT ...] | %(prog)s [options] -m MODULE [ARGUMENT ...]",
     )
     add = parser.add_argument
     add("--minutes", type=float, default=10.0, metavar="M", help="time limit in minutes (default: 10)")
     add("--out", type=Path, default=Path("runs/tune"), metavar="FOLDER", help="where to write (default: runs/tune)")
     add("--only", type=_names, default=(), metavar="NAME,...", help="settings to try, such as fused,'workers-*'")
-    add("--without", type=_names, default=(), metavar="NAME,...", help="settings not to try")
-    add("--same-maths", action="store_true", help="keep only settings that leave every loss bitwise equal")
-    add("--seed", type=int, default=0, metavar="N", help="seed torch, numpy and random before the script (default: 0)")
-    add("--device", default="auto", help="auto (default) lets the script choose; cpu hides every GPU; cuda")
-    add("--ranks", type=int, default=1, metavar="N", help="DDP processes on this machine")
-    add("--batch-size", action="store_true", help="find the largest batch that fits and the fastest per sample instead")
-    add("--resume", action="store_true", help="continue from the results of an earlier run in --out")
-    add("--confirm", action="store_true", help="then train a full epoch without and one with the recommendation")
     add("-m", dest="module", action="store_true", help="run a module or package, as python -m does")
     add("program", metavar="SCRIPT", help="a Python script that trains with a Trainer, or the name after -m")
     own = add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
@@ -336,15 +328,10 @@ def _add_tune(commands: Commands) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    if arguments.program == "compare" and not arguments.module:
-        from lightning_turbo.tune.compare import compare_results
-
-        return compare_results([Path(each) for each in arguments.arguments])
     from lightning_turbo.tune.command import run_tune
     from lightning_turbo.tune.runner import TuneSettings
 
-    names = ("program", "module", "minutes", "out", "only", "without", "same_maths", "seed", "device")
-    names += ("resume", "confirm", "ranks", "batch_size")
+    names = ("program", "module", "minutes", "out", "only")
     given = {name: getattr(arguments, name) for name in names}
     own = _arguments_of_script("tune", arguments.program, arguments)
     return run_tune(TuneSettings(arguments=tuple(own), **given))

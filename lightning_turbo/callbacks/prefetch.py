@@ -22,7 +22,7 @@ from lightning_turbo._trainer import batch_limit, gives_sampler, hooks_before_tr
 from lightning_turbo.callbacks.exact_resume import attach_exact_resume
 from lightning_turbo.data.dali import DALILoader
 from lightning_turbo.data.loading.device import DeviceTransfer
-from lightning_turbo.data.loading.loader import DEPTH, PrefetchLoader, copy_loader, seed_samples
+from lightning_turbo.data.loading.loader import DEPTH, PrefetchLoader, seed_samples
 from lightning_turbo.data.orders.length_batch_sampler import LengthBatchSampler
 from lightning_turbo.data.sample_seeds import check_seed
 from lightning_turbo.errors import NoEffectWarning, TurboWarning
@@ -73,9 +73,6 @@ class Prefetch(Callback):
             8 suits loads of uneven duration.
         threads: Number of threads that load samples concurrently for each loader, in this process or in each worker
             process, 1 or more; see ``PrefetchLoader``. The datasets must allow calls from several threads.
-        num_workers: Number of worker processes of each loader, 0 or more; ``None`` keeps the loader's own.
-        persistent_workers: Whether worker processes stay alive between epochs; ``None`` keeps the loader's setting.
-            Without effect on a loader that has none.
         device_prefetch: Whether to copy the next batches to a CUDA device ahead of time. Has no effect, with a warning,
             if ``on_before_batch_transfer`` or ``transfer_batch_to_device`` is overridden, because those hooks must see
             each batch in its turn.
@@ -105,8 +102,6 @@ class Prefetch(Callback):
         prefetch_batches: int = DEPTH,
         threads: int = 1,
         *,
-        num_workers: int | None = None,
-        persistent_workers: bool | None = None,
         device_prefetch: bool = True,
         device_transform: Callable[[Any], Any] | None = None,
         sample_seeds: int | None = None,
@@ -117,9 +112,6 @@ class Prefetch(Callback):
         self.threads = check_count("threads", threads)
         check_switches(device_prefetch=device_prefetch, exact_resume=exact_resume)
         check_functions(device_transform=device_transform)
-        self.num_workers = num_workers if num_workers is None else check_count("num_workers", num_workers, 0)
-        check_switches(none=True, persistent_workers=persistent_workers)
-        self.persistent_workers = persistent_workers
         self.exact_resume = exact_resume
         self.device_prefetch = device_prefetch
         self.device_transform = device_transform
@@ -170,8 +162,6 @@ class Prefetch(Callback):
         if gives_sampler(trainer):
             _tell_of_replaced(loader.batch_sampler, _stage_of(trainer))
         owned = loader
-        if self.num_workers is not None or self.persistent_workers is not None:
-            loader = self._with_workers(loader)
         if self.sample_seeds is not None and getattr(loader, "sample_seeds", None) is None:
             loader = self._with_seeds(loader)
         before = getattr(loader, "transfer", None)
@@ -188,21 +178,6 @@ class Prefetch(Callback):
         return PrefetchLoader.of(
             loader, prefetch_batches=self.prefetch_batches, threads=self.threads, sample_seeds=self.sample_seeds
         )
-
-    def _with_workers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a copy of a loader with other worker processes; nobody iterates that, so that it has none yet."""
-        number = loader.num_workers if self.num_workers is None else self.num_workers
-        stays = loader.persistent_workers if self.persistent_workers is None else self.persistent_workers
-        twin = copy_loader(loader)
-        if number:
-            twin.prefetch_factor = twin.prefetch_factor or 2
-        else:  # what a loader without workers refuses
-            twin.multiprocessing_context = twin.prefetch_factor = None
-            twin.timeout = 0
-        # By its name, as DataLoader lets nobody set it once it is made.
-        vars(twin)["persistent_workers"] = stays and number > 0
-        twin.num_workers = number
-        return twin
 
     def _tell_of_foreign(self, loader: Any) -> None:
         if not isinstance(loader, DALILoader):  # a DALILoader prefetches by itself

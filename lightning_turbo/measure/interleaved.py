@@ -25,7 +25,7 @@ END_TIMEOUT_INTERRUPTED = 20.0
 UNENDED = "interrupted"  # the status of a row until its process ends in another way
 LATE = "no time was left for it"
 # What a process has not reached that ends instead of the event that is expected.
-UNREACHED = {"ready": "its first round", "round": "its rounds were over", "border": "the end of its epoch"}
+UNREACHED = {"ready": "its first round", "round": "its rounds were over"}
 TWICE = "sent {got!r} in place of {expected!r}: expected one process that trains, got a fork that trains too"
 
 
@@ -119,29 +119,25 @@ class InterleavedRounds:
     def run(
         self,
         names: Sequence[str],
-        order: Mapping[str, float],
+        rounds: Sequence[Mapping[str, float]],
         *,
-        rounds: int,
         number: int = 0,
         fewest: int = 1,
         start_until: float = float("inf"),
         until: float = float("inf"),
         seconds: float = float("inf"),
-        border: bool = False,
     ) -> None:
         """Measure a fresh process for each name.
 
         Args:
             names: The names; those that failed or were skipped before are left out.
-            order: The ``steps`` of a round, and ``lead``, the unmeasured steps before it; with ``seconds``, a round has
-                as many steps as fit into this time.
-            rounds: Number of rounds of each process.
+            rounds: For each round of a process its ``steps``, and ``lead``, the unmeasured steps before it; with
+                ``seconds``, a round has as many steps as fit into this time.
             number: Index of the process among those with its name, from 0; stored with the rounds.
             fewest: Number of rounds that are measured even after ``until``.
             start_until: Time on the clock of ``time.monotonic`` after which no process is started.
             until: Time after which no further sweep of rounds begins.
             seconds: The same, in seconds from the start of the first round.
-            border: Whether each process then runs past the end of an epoch, in its own turn.
 
         Raises:
             InterruptedRunError: If the run was interrupted; the rows hold what was measured.
@@ -155,9 +151,7 @@ class InterleavedRounds:
                 left = len(groups) - position
                 # The remaining time is split equally among the remaining groups; ``seconds`` among all groups.
                 share = min((until - now) / left, seconds / len(groups))
-                self._measure(group, order, rounds, number, fewest, now + share)
-                for name in [each for each in group if border and each in self.alive]:
-                    self._go_over_border(name)
+                self._measure(group, rounds, number, fewest, now + share)
                 self._finish(number, END_TIMEOUT)
         except InterruptedRunError:
             # The rounds so far only count with the results that a process returns at its end, so it is given some time.
@@ -228,7 +222,7 @@ class InterleavedRounds:
                     self.alive[name].hold()
 
     def _measure(
-        self, names: Sequence[str], order: Mapping[str, float], rounds: int, number: int, fewest: int, until: float
+        self, names: Sequence[str], rounds: Sequence[Mapping[str, float]], number: int, fewest: int, until: float
     ) -> None:
         """Measure one round of each process in turn, until there are enough or the time is up.
 
@@ -236,12 +230,12 @@ class InterleavedRounds:
         """
         begun = time.monotonic()
         # Sweep numbers continue from earlier processes, because a ratio compares rounds of the same sweep.
-        for sweep in range(rounds if self.alive else 0):
+        for sweep, order in enumerate(rounds if self.alive else ()):
             first = sweep % max(len(names), 1)
             for name in [*names[first:], *names[:first]]:
                 if name in self.alive:
-                    self._progress.show(f"{self._title}{name}, round {number * rounds + sweep + 1}")
-                    self._round(name, order, number * rounds + sweep, number)
+                    self._progress.show(f"{self._title}{name}, round {number * len(rounds) + sweep + 1}")
+                    self._round(name, order, number * len(rounds) + sweep, number)
                     self._interrupt.check()
             self._save()
             now = time.monotonic()
@@ -263,14 +257,6 @@ class InterleavedRounds:
         round_ = {key: event[key] for key in ("seconds", "steps", "samples")}
         self.rows[name]["rounds"].append({"sweep": sweep, "process": number, **round_})
 
-    def _go_over_border(self, name: str) -> None:
-        """Let one process run past the end of an epoch."""
-        self._progress.show(f"{self._title}{name}, end of an epoch")
-        if not self._tell(name, {"order": "border"}):
-            return
-        if self._expect(name, "border", ROUND_TIMEOUT, self._interrupt.check) is not None:
-            self.alive[name].hold()
-
     def _finish(self, number: int, timeout: float) -> None:
         """Let every process that has measured something return its results."""
         for name in list(self.alive):
@@ -282,10 +268,7 @@ class InterleavedRounds:
                 self._tell(name, {"order": "end"})
         for name in list(self.alive):
             self._progress.show(f"{self._title}{name}, ending")
-            event = self._event(name, timeout)
-            # A process whose way over a border was interrupted answers that order first.
-            while event is not None and event["event"] != "done":
-                event = self._event(name, timeout)
+            event = self._expect(name, "done", timeout)
             if event is not None:
                 self.rows[name].update(status="ok", numbers=event["numbers"], peak_bytes=event["peak_bytes"])
                 self.alive.pop(name).close()

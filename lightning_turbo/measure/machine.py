@@ -14,7 +14,7 @@ import torch
 from lightning_turbo._machine import count_cores
 from lightning_turbo._optional import installed_version
 
-__all__ = ["OtherLoad", "computes_in_bfloat16", "describe_machine", "huge_pages"]
+__all__ = ["OtherLoad", "computes_in_bfloat16", "describe_machine"]
 
 DISTRIBUTIONS = (
     *("torch", "lightning", "pytorch-lightning", "prefetch_generator", "numpy", "nvidia-dali-cuda120"),
@@ -45,7 +45,7 @@ def computes_in_bfloat16() -> bool | None:
     return None if flags is None else bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
 
 
-def huge_pages() -> str | None:
+def _huge_pages() -> str | None:
     """Return the kernel's setting for huge pages, ``always``, ``madvise`` or ``never``; ``None`` if there is none."""
     try:
         rules = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
@@ -114,7 +114,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "bfloat16_instructions": computes_in_bfloat16(),
-        "transparent_huge_pages": huge_pages(),
+        "transparent_huge_pages": _huge_pages(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "lightning_turbo": installed_version("lightning-turbo"),
         "commit": _commit(),

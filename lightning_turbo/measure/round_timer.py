@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,15 +30,13 @@ class RoundTimer:
         self.device = torch.device(device)
         self.over = False
         self._ask = ask
-        # Phases: "start" is one step; then, for each order, "lead", which is not measured, and "round"; or "border",
-        # which lasts until the measured code calls end_border(). The first call of ``step`` ends the start phase: one
-        # step shows that the code works, and first-time compilation and allocation happen while other processes also
-        # start.
+        # Phases: "start" is one step; then, for each order, "lead", which is not measured, and "round". The first call
+        # of ``step`` ends the start phase: one step shows that the code works, and first-time compilation and
+        # allocation happen while other processes also start.
         self._left = 1
         self._warmup = warmup - 1
         self._phase = "start"
         self._lead = 0
-        self.border = False  # whether the order is to run past the end of an epoch
         self._seconds = 0.0  # duration of a round, if its number of steps follows from the lead
         self._steps = 0
         self._samples = 0
@@ -64,18 +61,6 @@ class RoundTimer:
         self._left -= 1
         return True if self._left > 0 else self._turn()
 
-    def leave_out(self, seconds: float) -> None:
-        """Exclude time that belongs to no step, such as a validation, from the current measurement."""
-        self._start += seconds
-
-    def end_border(self) -> bool:
-        """Report that the order ``"border"`` is done: an epoch has ended and the next one has begun.
-
-        Returns:
-            Whether to do another step, as in ``step``.
-        """
-        return self._turn()
-
     def _turn(self) -> bool:
         """Close the finished phase and open the next one."""
         if self.over:
@@ -90,8 +75,7 @@ class RoundTimer:
             return True
         # Before reading the clock, because the device may still be busy with queued steps.
         self.synchronize()
-        event: dict[str, Any] = {"event": "border" if self.border else "ready"}
-        self.border = False
+        event: dict[str, Any] = {"event": "ready"}
         if self._phase == "round":
             seconds = time.perf_counter() - self._start
             event = {"event": "round", "seconds": seconds, "steps": self._steps, "samples": self._samples}
@@ -101,10 +85,6 @@ class RoundTimer:
         if order["order"] == "end":
             self.over = True
             return False
-        if order["order"] == "border":
-            self.border = True
-            self._open("border", sys.maxsize)
-            return True
         self._steps = order["steps"]
         self._seconds = order.get("seconds", 0.0)
         # The rest of the warm-up runs now, in this process's own turn.

@@ -22,11 +22,9 @@ from lightning_turbo.errors import MissingExtraError
 from lightning_turbo.measure.ending import end_process
 from lightning_turbo.measure.round_timer import RoundTimer
 
-__all__ = ["Channel", "SkippedError", "limit_memory", "open_channel", "peak_bytes", "serve"]
+__all__ = ["Channel", "SkippedError", "open_channel", "peak_bytes", "serve"]
 
 STATUS = Path("/proc/self/status")
-MEMORY = Path("/proc/meminfo")
-GROUP = Path("/sys/fs/cgroup")
 LINE = 200  # characters of an error shown in a table; the log has the rest
 
 
@@ -113,41 +111,11 @@ def serve(channel: Channel, timer: RoundTimer, run: Callable[[], Mapping[str, An
 
 def _status(field: str) -> int | None:
     """Return one size from /proc/self/status in bytes, or ``None`` if the file does not exist."""
-    return _field(STATUS, field)
-
-
-def _field(path: Path, field: str) -> int | None:
     with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
+        for line in STATUS.read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def limit_memory(share: float) -> None:
-    """Limit this process to a share of the free memory; beyond it, torch raises an error.
-
-    On a CPU this limits the size of its data, if known, because the kernel would kill the process instead of raising.
-    """
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(share * free / total)
-    elif (data := _status("VmData")) is not None and (free := _free_bytes()) is not None:
-        import resource  # POSIX only, as VmData is
-
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (data + int(share * free), hard))
-
-
-def _free_bytes() -> int | None:
-    """Return the memory that is available in the machine and in the container's control group."""
-    free = [_field(MEMORY, "MemAvailable")]
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
-        limit, taken = (int((GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        # Cached file pages count as used, but the kernel frees them on demand.
-        cached = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines()).get("inactive_file", 0)
-        free.append(limit - taken + int(cached))
-    return min((each for each in free if each is not None), default=None)
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -1,135 +1,103 @@
-"""The table of candidates: what each one needs and changes, and how it is applied and written down."""
+"""The table of candidates: what each one needs and changes, and what the first look at a script says about them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning_turbo.errors import TurboError
 
-__all__ = [
-    "SMALL_SHARE",
-    "Baseline",
-    "Candidate",
-    "Settings",
-    "combine",
-    "list_candidates",
-    "list_rank_candidates",
-    "select",
-    "usual_saving",
-    "why_not",
-]
+__all__ = ["SMALL_SHARE", "Candidate", "Look", "Settings", "combine", "list_candidates", "saving", "select", "why_not"]
 
 Result = Literal["same bits", "rounding", "other maths"]
-SMALL_SHARE = 0.03  # share of a step; candidates that cannot save more are not tried
-LITTLE = f"less than {100 * SMALL_SHARE:g} % of its time"
-LIGHTNING_MS = 0.6  # possible cost of Lightning's own loop per step, with logged values
+SMALL_SHARE = 0.03  # share of a step; candidates for a part that takes less are not tried
+LITTLE = f"less than {100 * SMALL_SHARE:g} % of a step"
 SHORT_EPOCH = 200  # in batches; starting a worker process takes as long as some steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """What the first runs found out about the script and the machine; see ``describe.describe``."""
+class Look:
+    """What the first process saw of the script as it is, by the Doctor's facts; see ``probe.look_of``."""
 
-    step_ms: float
-    one_batch_ms: float  # per step, with the same batch every time
-    loader_ms: float  # per batch, for the loader alone
+    phases: Mapping[str, float]  # seconds of a step in each phase of ``doctor.timeline.PHASES``
     device: str = "cpu"
-    num_workers: int = 0
-    accumulate: int = 1  # batches per optimizer step
-    batches: int | None = None  # per epoch
-    epochs: float | None = None  # in the fit
-    validations: float = 0.0  # mean number per epoch
-    border_ms: float = 0.0  # per epoch: its end, the start of loading, and the first batch
-    validation_ms: float = 0.0  # per epoch, for complete validations
-    phases: Mapping[str, float] = field(default_factory=dict)  # seconds per step in forward, backward and optimizer
     lacks: Sequence[str] = ()  # keys of NEEDS that script or machine do not fulfil
-    random_part: str = ""  # code to replace random transforms that have a batched counterpart
-    packing: str = ""  # how long packing takes and when it pays off; trying it would take too long
+    accumulate: int = 1  # batches per optimizer step
+    workers: int = 0  # of the training loader
+    batches: int | None = None  # of an epoch; ``None`` if Lightning does not know, and none ended
+    period: int | None = None  # batches until training and validation repeat themselves: one epoch, or several
+    seconds: float = 0.0  # of a period
+    is_seen: bool = False  # whether the seconds are those of a whole epoch, and not of its steps alone
 
     @property
-    def loading(self) -> float:
-        """The largest share of a step that loading ahead can save: the time of the loader alone.
-
-        On a quiet machine, the difference of the other two times would show the same.
-        """
-        return min(1.0, self.loader_ms / self.step_ms)
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.phases.values())
 
     @property
-    def epoch_ms(self) -> float | None:
-        """The duration of an epoch; ``None`` if its length is unknown."""
-        if self.batches is None:
-            return None
-        return (self.batches - bool(self.border_ms)) * self.step_ms + self.border_ms + self.validation_ms
+    def pace(self) -> float:
+        """Seconds of a step with its share of the validation and of the border between epochs."""
+        return max(self.step, self.seconds / self.period) if self.period else self.step
 
-    @property
-    def waiting_ms(self) -> float:
-        """How long a step waits for data, according to the three times."""
-        return max(0.0, min(self.step_ms - self.one_batch_ms, self.loader_ms))
-
-    @property
-    def loads_ahead(self) -> bool:
-        """Whether batches are already prepared in parallel to the step."""
-        return self.num_workers > 0 or "no thread" in self.lacks
+    def share(self, phases: Iterable[str]) -> float:
+        """Return the share of a step that some phases take."""
+        return sum(self.phases.get(phase, 0.0) for phase in phases) / self.step
 
     def lack(self, need: str) -> bool:
         """Return whether a need of a candidate is unfulfilled."""
-        if need == "loading":
-            return self.loading < SMALL_SHARE
-        if need == "computing":
-            return self.one_batch_ms < SMALL_SHARE * self.step_ms
+        if need in PHASES:
+            return self.share(PHASES[need]) < SMALL_SHARE
         if need == "short epochs":
             return self.batches is None or self.batches > SHORT_EPOCH
-        if need == "no accumulation":
-            return self.accumulate > 1
-        if need == "short step":
-            return self.one_batch_ms * SMALL_SHARE >= LIGHTNING_MS
-        if need == "random part":
-            return not self.random_part
         return need in self.lacks
 
 
+# What candidates shorten -> the phases of a step.
+PHASES = {
+    "loading": ("data",),
+    "copying": ("data", "copy"),
+    "loop": ("hooks", "logging"),
+    "network": ("forward", "backward"),
+    "updates": ("optimizer",),
+    "computing": ("forward", "backward", "optimizer"),
+}
 # The needs of candidates, and the explanation if one is unfulfilled.
 NEEDS = {
-    "loading": f"loading a batch takes {LITTLE}",
-    "computing": f"a step computes {LITTLE}",
+    "loading": f"waiting for data takes {LITTLE}",
+    "copying": f"waiting for data and copying take {LITTLE}",
+    "loop": f"hooks and logging take {LITTLE}",
+    "network": f"forward and backward take {LITTLE}",
+    "updates": f"the optimizer takes {LITTLE}",
+    "computing": f"a step computes in {LITTLE}",
     "dataloader": "the training loader is not a DataLoader",
-    "random part": "no random transform of MONAI or torchvision at the end of the dataset's has a batched equal",
     "no thread": "the loader prepares batches in a thread already",
     "new workers": "no worker processes are started again in each epoch",
     "not pinned": "the loader pins its memory already",
     "short epochs": "epochs are long, so that their starts hardly count",
     "own strategy": "the script sets a strategy",
-    "no accumulation": "gradients are accumulated, which a static graph does not allow",
     "own precision": "the script sets a precision",
     "float32 weights": "the network's weights are float64, whose digits half precision would lose",
-    "short step": "a step is long beside Lightning's loop",
     "Lightning 2.6": "it needs Lightning 2.6",
     "compiler": "torch finds no C++ compiler",
     "optimizer": "no optimizer can be fused, or each is already",
-    "convolutions": "there is no 2D or 3D convolution",
-    "norms": "there is no convolution with a bias before a batch or instance norm",
-    "automatic": "the script steps its optimizers",
+    "convolutions": "there is no 2D or 3D convolution in another format",
     "cuda": "it needs a CUDA device",
     "cpu": "it is for a CPU",
-    "huge pages": "the kernel gives large pages to every program, or to none",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a Trainer and its process."""
+    """Settings of a Trainer, its loaders and its process."""
 
-    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of TurboStrategy or TurboDDPStrategy
-    ranks: int = 1
+    strategy: Mapping[str, Any] = field(default_factory=dict)  # arguments of TurboStrategy
     precision: str = ""  # the Trainer's
     opt_level: str = ""  # of ApexAMP
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> arguments
     environment: Mapping[str, str] = field(default_factory=dict)  # of the process
     loader: Mapping[str, Any] = field(default_factory=dict)  # arguments of each DataLoader
-    augment_batches: bool = False  # whether to apply random transforms after collating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +105,9 @@ class Candidate(Settings):
     """Settings that are tried together."""
 
     name: str
-    needs: tuple[str, ...]  # keys of NEEDS
+    needs: tuple[str, ...]  # keys of NEEDS; the first says which part of a step it shortens
     slot: str = ""  # shared by alternatives
     result: Result = "same bits"  # possible effect on the result
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether it uses nothing from this package."""
-        return not (self.strategy or self.opt_level or self.callbacks or self.augment_batches)
 
     @property
     def kind(self) -> str:
@@ -152,191 +115,117 @@ class Candidate(Settings):
         return self.slot or self.name
 
 
-def why_not(candidate: Candidate, baseline: Baseline) -> str:
+def why_not(candidate: Candidate, look: Look) -> str:
     """Return why a candidate is not tried, or an empty string."""
-    as_it_is = {"Prefetch": {"num_workers": baseline.num_workers}}
-    if baseline.num_workers and candidate.callbacks == as_it_is and not candidate.environment:
+    if candidate.loader == {"num_workers": look.workers} and not candidate.environment:
         return "the loader has as many"
-    lacking = next((NEEDS[need] for need in candidate.needs if baseline.lack(need)), "")
-    if candidate.name == "pack":
-        return lacking or baseline.packing or "packing was not timed"
-    return lacking
+    return next((NEEDS[need] for need in candidate.needs if look.lack(need)), "")
 
 
-# Typical savings, as shares of a phase of the step, by name prefix. They only determine the order of trials.
-USUAL: Mapping[str, tuple[str, float]] = {
-    "fused": ("optimizer", 0.5),
-    "channels-last": ("network", 0.3),
-    "no-bias": ("network", 0.1),
-    "bf16-mixed": ("network", 0.5),
-    "O1": ("network", 0.5),
-    "O2": ("network", 0.5),
-    "compile": ("network", 0.15),
-    "threads": ("step", 0.1),
-    "huge-pages": ("step", 0.1),
-}
+# The usual saving of a candidate, as a share of the part of a step that its first need names.
+USUAL = {"loading": 1.0, "copying": 1.0, "loop": 0.5, "updates": 0.5, "network": 0.4, "computing": 0.1}
 WITHOUT_INSTRUCTIONS = 0.1  # factor for half precision on a CPU without such instructions
 
 
-def usual_saving(candidate: Candidate, baseline: Baseline, computes_in_half: bool) -> float:
-    """Return the milliseconds that a candidate usually saves at most, per step, or per epoch divided by its steps."""
-    starts = baseline.border_ms / (baseline.batches or 1)
-    if candidate.loader or "persistent" in candidate.name:
-        return starts + (baseline.loading * baseline.step_ms if candidate.callbacks else 0.0)
-    if candidate.slot == "loading" or candidate.augment_batches:
-        return baseline.loading * baseline.step_ms
-    if candidate.name == "lean":
-        return LIGHTNING_MS
-    name = next((each for each in USUAL if candidate.name.startswith(each)), "")
-    phase, share = USUAL.get(name, ("step", 0.02))
-    if candidate.slot == "precision" and not computes_in_half:
-        share *= WITHOUT_INSTRUCTIONS
-    return share * _phase_ms(phase, baseline)
-
-
-def _phase_ms(phase: str, baseline: Baseline) -> float:
-    """Return the milliseconds of a phase of the step; without measured phases, the network takes nine tenths."""
-    computing = (1.0 - baseline.loading) * baseline.step_ms
-    if phase == "step":
-        return computing
-    if not baseline.phases:
-        return (0.1 if phase == "optimizer" else 0.9) * computing
-    names = ("optimizer",) if phase == "optimizer" else ("forward", "backward")
-    return 1e3 * sum(baseline.phases.get(name, 0.0) for name in names)
-
-
-LOADING = ("loading", "dataloader")
-THREAD = (*LOADING, "no thread")
-COMPILE = ("computing", "own strategy", "compiler")
-CUDA = ("cuda", "own strategy")
-
-
-def _loader(name: str, needs: tuple[str, ...], result: Result = "same bits", **settings: Any) -> Candidate:
-    return Candidate(name=name, slot="loading", needs=needs, result=result, callbacks={"Prefetch": settings})
-
-
-def _workers(count: int) -> list[Candidate]:
-    # With persistent workers, the samples of the second epoch come in another order.
-    short = (*LOADING, "short epochs")
-    return [
-        _loader(f"workers-{count}", LOADING, num_workers=count),
-        _loader(f"workers-{count}-persistent", short, "other maths", num_workers=count, persistent_workers=True),
-    ]
-
-
-def list_rank_candidates(cores: int, ranks: int) -> list[Candidate]:
-    """Return the table for several ranks, which share the cores, including settings of their communication."""
-    ddp: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        "host-signals": (("own strategy", "Lightning 2.6"), {"lean": False}),  # the strategy's own behavior
-        "bucket-view": (("own strategy",), {"gradient_as_bucket_view": True}),
-        "static-graph": (("own strategy", "no accumulation"), {"static_graph": True}),
-    }
-    table = [Candidate(name=name, needs=needs, strategy=changes) for name, (needs, changes) in ddp.items()]
-    return [replace(each, ranks=ranks) for each in [*table, *list_candidates(max(1, cores // ranks))]]
+def saving(candidate: Candidate, look: Look, computes_in_half: bool) -> float:
+    """Return the share of a step that a candidate usually saves; it only determines the order of trials."""
+    first = candidate.needs[0]
+    if first not in PHASES:  # the start of workers, by what a period takes beside its steps
+        return 1.0 - look.step / look.pace
+    slow = candidate.slot == "precision" and not computes_in_half
+    return USUAL[first] * look.share(PHASES[first]) * (WITHOUT_INSTRUCTIONS if slow else 1.0)
 
 
 def list_candidates(cores: int) -> list[Candidate]:
-    """Return the table for a process with this number of cores."""
+    """Return the table for a process with this number of cores; of two alternatives the plainer one comes first."""
     counts = [count for count in (1, 2, 4, 8) if count <= cores]
     half = str(max(1, cores // 2))
     threads = {"OMP_NUM_THREADS": half, "MKL_NUM_THREADS": half}
+    loading: Any = {"slot": "loading", "needs": ("loading", "dataloader")}
+    thread = {**loading, "needs": (*loading["needs"], "no thread")}
     # Loading ahead takes a core away from the step, whose threads then wait for one another.
-    shared: Any = {"slot": "loading", "needs": (*LOADING, "cpu", "computing"), "result": "rounding"}
-    ahead = {"prefetch": {}, f"workers-{counts[-1]}": {"num_workers": counts[-1]}}
+    shared = {**loading, "needs": (*loading["needs"], "cpu", "computing"), "result": "rounding"}
+    # With persistent workers, the samples of the second epoch come in another order.
+    short = {**loading, "needs": (*loading["needs"], "short epochs"), "result": "other maths"}
+    precision: Any = {
+        "slot": "precision",
+        "needs": ("network", "own precision", "float32 weights"),
+        "result": "other maths",
+    }
+    apex = {**precision, "needs": (*precision["needs"], "cuda")}
     c = Candidate
-    channels_last = {"MemoryFormat": {"memory_format": "channels_last"}}
-    graphs = {"compile": {"what": "network", "mode": "reduce-overhead"}}
-    lean = ("computing", "own strategy", "Lightning 2.6", "short step")
-    precision: dict[str, Any] = {
-        "slot": "precision", "needs": ("computing", "own precision", "float32 weights"), "result": "other maths",
-    }  # fmt: skip
     return [
-        _loader("prefetch", THREAD),
-        _loader("prefetch-threads", THREAD, threads=max(2, min(cores, 4))),
-        *(candidate for count in counts for candidate in _workers(count)),
+        *(c(name=f"workers-{count}", **loading, loader={"num_workers": count}) for count in counts),
         *(
-            c(name=f"{name}-omp-{half}", **shared, callbacks={"Prefetch": settings}, environment=threads)
-            for name, settings in ahead.items()
+            c(name=f"workers-{n}-persistent", **short, loader={"num_workers": n, "persistent_workers": True})
+            for n in counts
         ),
+        c(name="prefetch", **thread, callbacks={"Prefetch": {}}),
+        c(name="prefetch-threads", **thread, callbacks={"Prefetch": {"threads": max(2, min(cores, 4))}}),
+        c(name=f"workers-{counts[-1]}-omp-{half}", **shared, loader={"num_workers": counts[-1]}, environment=threads),
+        c(name=f"prefetch-omp-{half}", **shared, callbacks={"Prefetch": {}}, environment=threads),
         c(
             name="persistent-workers",
             slot="loading",
-            needs=("dataloader", "new workers"),
+            needs=("new workers", "dataloader", "short epochs"),
             result="other maths",
             loader={"persistent_workers": True},
         ),
-        c(name="pin-memory", needs=("cuda", "dataloader", "not pinned"), loader={"pin_memory": True}),
-        c(name="pack", needs=LOADING),
-        c(name="augment-batches", needs=(*LOADING, "random part"), result="other maths", augment_batches=True),
-        c(name="lean", needs=lean, strategy={"lean": True}),
-        c(name="no-bias", needs=("computing", "norms"), result="rounding", callbacks={"DropBiasBeforeNorm": {}}),
-        c(name="channels-last", needs=("computing", "convolutions"), result="rounding", callbacks=channels_last),
-        c(name="fused", needs=("computing", "optimizer"), result="rounding", callbacks={"FusedOptimizers": {}}),
+        c(name="lean", needs=("loop", "own strategy", "Lightning 2.6"), strategy={"lean": True}),
+        c(name="fused", needs=("updates", "optimizer"), result="rounding", callbacks={"FusedOptimizers": {}}),
         c(name="bf16-mixed", **precision, precision="bf16-mixed"),
-        c(name="O1", **precision, opt_level="O1"),
-        c(name="O2", **precision, opt_level="O2"),
-        c(name="release-gradients", needs=("computing", "automatic"), callbacks={"GradToNone": {}}),
-        c(name="huge-pages", needs=("cpu", "computing", "huge pages"), environment={"THP_MEM_ALLOC_ENABLE": "1"}),
-        c(name=f"threads-{half}", needs=("cpu", "computing"), result="rounding", environment=threads),
-        c(name="compile", needs=COMPILE, result="rounding", strategy={"compile": "network"}),
-        c(name="compile-graphs", slot="compile", needs=("cuda", *COMPILE), result="rounding", strategy=graphs),
-        c(name="device-prefetch", needs=CUDA, strategy={"device_prefetch": True}),
+        c(name="O1", **apex, opt_level="O1"),
+        c(name="O2", **apex, opt_level="O2"),
+        c(name=f"threads-{half}", needs=("computing", "cpu"), result="rounding", environment=threads),
+        c(
+            name="channels-last",
+            needs=("network", "cuda", "convolutions"),
+            result="rounding",
+            callbacks={"MemoryFormat": {"memory_format": "channels_last"}},
+        ),
+        c(
+            name="compile",
+            needs=("network", "cuda", "own strategy", "compiler"),
+            result="rounding",
+            strategy={"compile": "network"},
+        ),
+        c(name="pin-memory", needs=("copying", "cuda", "dataloader", "not pinned"), loader={"pin_memory": True}),
+        c(name="device-prefetch", needs=("copying", "cuda", "own strategy"), strategy={"device_prefetch": True}),
     ]
 
 
-def select(
-    candidates: Iterable[Candidate], only: Sequence[str] = (), without: Sequence[str] = (), same_maths: bool = False
-) -> list[Candidate]:
+def select(candidates: Iterable[Candidate], only: Sequence[str] = ()) -> list[Candidate]:
     """Return the candidates that the command line selects.
 
     Args:
         candidates: The table.
         only: Name patterns, as in a shell; empty for all.
-        without: Name patterns to exclude.
-        same_maths: Whether to exclude candidates that may change the result.
 
     Raises:
-        TurboError: If a pattern matches no name, or nothing is left.
+        TurboError: If a pattern matches no name.
     """
     table = list(candidates)
-    names = ", ".join(each.name for each in table)
-    for pattern in (*only, *without):
-        if not _matching(table, [pattern]):
+    for pattern in only:
+        if not any(fnmatchcase(each.name, pattern) for each in table):
+            names = ", ".join(each.name for each in table)
             raise TurboError(f"{pattern!r} names no candidate; expected some of {names}.")
-    left_out = _matching(table, without)
-    if same_maths:
-        left_out += [each for each in table if each.result != "same bits"]
-    chosen = [each for each in _matching(table, only or ["*"]) if each not in left_out]
-    if not chosen:
-        raise TurboError(f"nothing is left to try; expected --only and --without to leave some of {names}.")
-    return chosen
-
-
-def _matching(candidates: Iterable[Candidate], patterns: Sequence[str]) -> list[Candidate]:
-    return [each for each in candidates if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
+    return [each for each in table if any(fnmatchcase(each.name, pattern) for pattern in only or ["*"])]
 
 
 # Options of TurboStrategy that are not chosen keep Lightning's behavior.
-OFF: dict[str, Any] = {
-    "device_prefetch": False,
-    "release_gradients": False,
-    "lean": False,
-}
+OFF: dict[str, Any] = {"device_prefetch": False, "release_gradients": False, "lean": False}
 
 
 def combine(candidates: Iterable[Candidate]) -> Settings:
     """Return the combined settings of several candidates."""
     settings = Settings()
     for each in candidates:
-        off = OFF | ({"gradient_as_bucket_view": False} if each.ranks > 1 else {})
         settings = Settings(
-            ranks=each.ranks,
-            strategy={**off, **settings.strategy, **each.strategy} if each.strategy else settings.strategy,
+            strategy={**OFF, **settings.strategy, **each.strategy} if each.strategy else settings.strategy,
             precision=each.precision or settings.precision,
             opt_level=each.opt_level or settings.opt_level,
             callbacks={**settings.callbacks, **each.callbacks},
             environment={**settings.environment, **each.environment},
             loader={**settings.loader, **each.loader},
-            augment_batches=settings.augment_batches or each.augment_batches,
         )
     return settings

@@ -7,9 +7,9 @@ callbacks while it constructs a Trainer; at that moment the settings are applied
 from __future__ import annotations
 
 import gc
-import itertools
 import math
-import statistics
+import os
+import shutil
 import sys
 import time
 import traceback
@@ -18,97 +18,50 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import BatchSampler
+from torch.utils.data import DataLoader
 
 import lightning_turbo
-from lightning_turbo._lightning import (
-    Callback,
-    DDPStrategy,
-    MixedPrecision,
-    TorchElasticEnvironment,
-    Trainer,
-    bound_name,
-)
+from lightning_turbo._lightning import Callback, MixedPrecision, Precision, Trainer
 from lightning_turbo._replaced import ReplacedMethod
-from lightning_turbo._trainer import combined_loader, replace_strategy
+from lightning_turbo._trainer import replace_strategy, supports_lean_loop
+from lightning_turbo.doctor.callback import Doctor
 from lightning_turbo.doctor.ending import end_program
+from lightning_turbo.doctor.facts import Facts
 from lightning_turbo.measure import RoundTimer
-from lightning_turbo.tune.describe import STRATEGIES_OF_RANKS, describe, describe_batches, describe_epoch
 from lightning_turbo.tune.endless import Endless
 from lightning_turbo.tune.muted import Muted
-from lightning_turbo.tune.pipeline import MovedAugmentation, describe_packing
-from lightning_turbo.tune.validation import TimedValidation
 
-__all__ = ["PhaseProbe", "Probe", "WholeEpoch", "prepare_trainer", "trainer_in_construction"]
+__all__ = ["LookingProbe", "Probe", "change_loader", "look_of", "period_of", "trainer_in_construction"]
 
-LOSSES = 400  # of the first steps, for comparison
 STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy", "DDPStrategy")
-BORDER_SECONDS = 3.0  # of steps until the end of an epoch of unknown length
-
-
-class Repeat:
-    """Repeats the first batch of a loader, in epochs of the same length; other attributes are the loader's."""
-
-    def __init__(self, loader: Any) -> None:
-        self.repeated = loader
-        self.batches: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        self.batches = self.batches or [next(iter(self.repeated))]
-        return itertools.cycle(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.repeated)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the loader's own attribute, which a script may read."""
-        # While a copy is made, it has no loader yet.
-        if name == "repeated":
-            raise AttributeError(name)
-        return getattr(self.repeated, name)
+REPLACED = ("SingleDeviceStrategy", "DDPStrategy")  # the strategies in whose place another one may be put
+VALIDATION = ("validation start", "validation", "metrics")  # parts of a fit
 
 
 class Probe(Callback):
-    """Counts the steps of ``fit``, with one repeated batch, or of the loader alone, and ends the script.
+    """Counts the steps of ``fit``, in turns with other processes, and ends the script after the last one.
 
-    A step is the time between the ends of two batches. If an epoch ends in between, it is a border instead: the end of
-    the epoch with its hooks, the start of loading, and the first batch. Borders and validations are timed separately,
-    so that an epoch can be composed of its parts. If Lightning does not know the number of batches, as of a generator
-    that runs the trained policy, completed epochs determine it.
+    A turn lasts from the end of one batch to that of another one: what lies between them is in it, with validations and
+    borders between epochs. Where the training would end, it starts over (``Endless``).
 
     ``worker.measure_program`` creates a probe for each Trainer of the script; the first Trainer that runs starts it. It
     ends itself, together with the process, after the last measured step or after an error. It is the first callback of
     its Trainer, and no step includes the time during which it waits for its turn.
 
-    It collects garbage before the first measured step and before a border. A full collection takes some tenths of a
-    second, once in many steps: it would be in the only border that one setting measures, and not in that of another.
-
     Args:
         timer: Counts and times the steps.
-        mode: The mode of the configuration.
-        folder: Folder for files that a script writes through Lightning.
+        task: What ``ScriptRunner`` sends: ``settings``, and a ``folder`` for files that a script writes by Lightning.
     """
 
-    def __init__(self, timer: RoundTimer, mode: str, folder: str = "") -> None:
+    def __init__(self, timer: RoundTimer, task: Mapping[str, Any]) -> None:
         self.timer = timer
-        self.mode = mode
-        self.muted = Muted(folder)
-        self.validation: TimedValidation | None = None  # set when the run begins
-        self.losses: list[Tensor] = []
-        self.facts: dict[str, Any] = {}
-        self.borders: list[float] = []  # seconds
-        self.numbers: dict[str, Any] = {}  # further reported values
-        self.counts_borders = False  # whether borders count as steps
-        self._lengths: list[int] = []  # batches of completed epochs, if Lightning does not know their number
-        self._gives_up = math.inf  # when to stop waiting for a border
-        self._goes_to_border = False
+        self.task = task
+        self.muted = Muted(task["folder"])
+        self.found: dict[str, Any] | None = None  # what is reported; None before the last step
         self.refusal = ""
         self.error: BaseException | None = None  # ended fit, or prevented the settings from being applied
+        self._begun = False
         self._waited = False
-        self._is_first = False  # whether the batch is the first one of a later epoch
-        self._was_first = False  # whether the previous batch was
-        self._ended = 0.0  # when the previous batch ended
 
     def refuse(self, reason: str) -> None:
         """End the script because it cannot be measured."""
@@ -129,231 +82,190 @@ class Probe(Callback):
         traceback.print_exception(exception)
         end_program(1)
 
+    def prepare(self, trainer: Any) -> list[Callback]:
+        """Apply the settings to a Trainer under construction, and return what goes into its callbacks."""
+        settings = self.task["settings"]
+        old = trainer.strategy
+        name, devices = type(old).__name__, len(getattr(old, "parallel_devices", None) or [old.root_device])
+        # Checked before it starts processes for further ranks.
+        if name not in STRATEGIES or devices != 1:
+            expected = "one device with the default strategy, 'turbo' or 'ddp'"
+            self.refuse(f"its Trainer has strategy {name} and {devices} devices; expected {expected}.")
+        if settings["strategy"]:
+            place = {"accelerator": old.accelerator, "device": old.root_device}
+            new = lightning_turbo.TurboStrategy(**place, **settings["strategy"])
+            new.precision_plugin = old.precision_plugin
+            replace_strategy(trainer, new)
+        strategy = trainer.strategy
+        if settings["precision"]:
+            strategy.precision_plugin = MixedPrecision(settings["precision"], strategy.root_device.type)
+        if settings["opt_level"]:
+            strategy.precision_plugin = lightning_turbo.ApexAMP(settings["opt_level"])
+
+        def begin(set_up: Callable[[], None]) -> None:
+            # A learning rate search runs without the script's callbacks, and without the probe.
+            if self in trainer.callbacks and not self._begun:
+                self._begun = True
+                self.begin(trainer)
+            set_up()
+
+        ReplacedMethod(strategy, "setup_environment", begin)  # a run calls this first
+        if settings["loader"]:
+
+            def process(given: Callable[[Any], Any], loader: Any) -> Any:
+                return given(change_loader(loader, settings["loader"]))
+
+            ReplacedMethod(strategy, "process_dataloader", process)
+        made = [getattr(lightning_turbo, name)(**given) for name, given in settings["callbacks"].items()]
+        return [*made, self]
+
     def begin(self, trainer: Any) -> None:
         """Mute a run, and receive all its events first."""
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self.muted.mute(trainer)
-        loop = trainer.fit_loop.epoch_loop.val_loop
-        self.validation = TimedValidation(loop, self.timer, whole=self.mode == "epoch")
 
-    def found(self) -> dict[str, Any]:
-        """Return what is reported."""
-        validation = self.validation
-        return {
-            "facts": self.facts,
-            "losses": [loss.item() for loss in self.losses],
-            "borders": self.borders,
-            "validations": [] if validation is None else validation.seconds or validation.sanity,
-            **self.numbers,
-        }
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for this process's turn."""
+        self._wait(trainer)
 
-    def wait(self, trainer: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for this process's turn, and make ``fit`` endless."""
+        self._wait(trainer)
+        gc.collect()  # what was left by the set-up, a full collection of which takes longer than some steps
+        Endless(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch."""
+        self._step()
+
+    def _wait(self, trainer: Any) -> None:
         """Wait, in a step that does not count, for this process's turn; other processes start meanwhile."""
         self.timer.device = trainer.strategy.root_device
         if not self._waited and trainer.state.fn == "fit":
             self._waited = True
-            self.step()
+            self._step()
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for this process's turn."""
-        self.wait(trainer)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for this process's turn, and make ``fit`` endless."""
-        self.wait(trainer)
-        gc.collect()
-        Endless(trainer)
-        self.facts = describe(trainer, pl_module)
-        self.numbers["lightning"] = bound_name()
-        self.numbers["batches"] = describe_batches(trainer)
-        if self.mode == "loader":
-            loader = combined_loader(trainer)
-            self.facts["packing"] = describe_packing(loader.flattened[0])
-            self.load(loader)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note that the next batch is the first one of its epoch."""
-        # If every epoch has one batch, a step includes its border.
-        self._is_first = self._ended > 0.0 and trainer.num_training_batches > 1
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Count the batches of an epoch if Lightning does not know their number."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if trainer.num_training_batches == math.inf and progress.is_last_batch:
-            self._lengths.append(progress.current.ready)
-            self.facts |= describe_epoch(trainer, round(statistics.fmean(self._lengths)))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch, or time the border before it."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if len(self.losses) < LOSSES and isinstance(loss, Tensor) and loss.numel() == 1:
-            self.losses.append(loss.detach().clone())
-        validated = self._take_validated()
-        if self._is_first and not (self._was_first or self.counts_borders):
-            self.timer.synchronize()
-            self.end_border(time.perf_counter() - self._ended - validated)
-        else:
-            self.step()  # also if something stops the epoch after its first batch
-        self._was_first, self._is_first = self._is_first, False
-        if self.timer.border:
-            self._go_to_border(trainer)
-        self._ended = time.perf_counter()
-
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Time the batch."""
-        assert self.validation is not None
-        self.validation.end_batch(dataloader_idx)
-
-    def load(self, loader: Any) -> None:
-        """Count batches, epoch after epoch."""
-        while True:
-            for _ in loader:
-                self.step()
-                if self.timer.border and not self.timer.end_border():
-                    end_program()
-
-    def step(self) -> None:
+    def _step(self) -> None:
         """Count a step, and end the script after the last one."""
         if not self.timer.step():
+            self.found = {}
             end_program()  # no further code of the script runs
 
-    def end_border(self, seconds: float) -> None:
-        """Store the time of a border, and exclude it from the steps."""
-        self.borders.append(seconds)
-        self.timer.leave_out(seconds)
 
-    def _take_validated(self) -> float:
-        """Return the seconds of validations since the previous batch."""
-        assert self.validation is not None
-        seconds, self.validation.since_step = self.validation.since_step, 0.0
-        return seconds
+class LookingProbe(Probe):
+    """Looks at the script as it is with a Doctor, until the end of an epoch if that is near, and ends it."""
 
-    def _go_to_border(self, trainer: Any) -> None:
-        """Make the next batch the last one of its epoch, unless a border was already timed.
+    def begin(self, trainer: Any) -> None:
+        """Mute a run; the Doctor comes before any that the script has."""
+        super().begin(trainer)
+        self.trainer = trainer
+        trainer.callbacks = [self, _EndingDoctor(self, self.task["look"] / 60), *trainer.callbacks[1:]]
 
-        If the number of batches is unknown, the epoch continues instead, for a limited time.
-        """
-        batches = trainer.num_training_batches
-        now = time.perf_counter()
-        if batches == math.inf:
-            self._gives_up = min(self._gives_up, now + BORDER_SECONDS)
-        has_none = batches < 2 or self.counts_borders or self.mode != "step"
-        if self.borders or has_none or now > self._gives_up:
-            if not self.timer.end_border():
-                end_program()
-            return
-        if not self._goes_to_border:
-            self._goes_to_border = True
-            gc.collect()
-        if batches == math.inf:
-            return
-        # The script sees the index of that batch, as if the batches in between were over.
-        loop = trainer.fit_loop.epoch_loop
-        fetcher = trainer.fit_loop._data_fetcher
-        progress = loop.batch_progress.current
-        left_out = int(batches) - 1 - progress.ready
-        if left_out > 0:
-            for count in ("ready", "started", "processed", "completed"):
-                setattr(progress, count, getattr(progress, count) + left_out)
-            fetcher.fetched += left_out
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Nothing is waited for."""
 
-
-class PhaseProbe(Probe):
-    """Also times the phases of a step, on a CPU, where each phase is complete before the next one begins."""
-
-    def __init__(self, timer: RoundTimer, mode: str, folder: str = "") -> None:
-        super().__init__(timer, mode, folder)
-        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self._steps = 0
-        self._last = 0.0
-
-    def found(self) -> dict[str, Any]:
-        """Return the results, including the mean seconds of each phase."""
-        return {
-            **super().found(),
-            "phases": {name: total / max(1, self._steps) for name, total in self.seconds.items()},
-        }
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start the forward pass."""
-        self._last = time.perf_counter()
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """End the forward pass."""
-        self._end("forward")
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """End the backward pass."""
-        self._end("backward")
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note when the training begins."""
+        self.trains = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End the optimizer's step, and count the batch."""
-        self._end("optimizer")
-        self._steps += 1
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def _end(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] += now - self._last
-        self._last = now
+        """Steps are the Doctor's to count."""
 
 
-class WholeEpoch(Probe):
-    """Times one epoch as the script trains and validates it, from one first batch to the next.
+class _EndingDoctor(Doctor):
+    """A Doctor that ends the script with its report."""
 
-    After some batches it waits while another process trains; the epoch excludes that time.
-    """
+    def __init__(self, probe: LookingProbe, minutes: float) -> None:
+        super().__init__(minutes=minutes, stop=True)
+        self.probe = probe
 
-    def __init__(self, timer: RoundTimer, mode: str, folder: str = "") -> None:
-        super().__init__(timer, mode, folder)
-        self.numbers["steps_seconds"] = 0.0
-        self._begun = 0.0
-        self._waits = 0.0  # seconds
+    def complete(self, why: str = "", may_end: bool = True) -> None:
+        """Report, note what candidates need, and end the script, however much of it was seen."""
+        with self.probe.failing():
+            super().complete(why, may_end=False)
+            facts = None if self.report is None else self.report.facts
+            if facts is None or not facts.timed:
+                self.probe.refuse("no step was timed before the time was over. Give it more time with --minutes.")
+            else:
+                trained = time.perf_counter() - self.probe.trains
+                self.probe.found = {**look_of(self.probe.trainer, facts), "trained": trained}
+        end_program()
 
-    def wait(self, trainer: Any) -> None:
-        """Do not wait yet: the first wait follows the first batch."""
-        self.timer.device = trainer.strategy.root_device
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add the time since the previous batch; end the script after the first batch of the second epoch."""
-        if not self._ended:
-            gc.collect()  # as at a border of a ``Probe``
-        now = self._now()
-        if self._is_first or (self._ended and trainer.num_training_batches == 1):
-            metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-            self.numbers |= {"seconds": now - self._begun, "metrics": metrics}
-            self.timer.over = True
-            end_program()
-        seconds = now - self._ended - self._take_validated()
-        self.numbers["steps_seconds"] += seconds if self._ended else 0.0
-        self._begun = self._begun or now
-        self._ended = now
-        self._let_others_train()
+def look_of(trainer: Any, facts: Facts) -> dict[str, Any]:
+    """Return the fields of ``candidates.Look``."""
+    fit, run = facts.fit, facts.run
+    batches = fit.batches if fit.is_epoch else None if run.batches == math.inf else int(run.batches)
+    period = None if batches is None else period_of(trainer, batches, run.epochs)
+    return {
+        "phases": facts.phases,
+        "device": run.device.partition(":")[0],
+        "lacks": _lacks(trainer, facts),
+        "accumulate": int(run.accumulate),
+        "workers": facts.loader.workers,
+        "batches": batches,
+        "period": period,
+        "seconds": 0.0 if period is None or batches is None else _seconds(facts, batches, period),
+        "is_seen": fit.is_epoch,
+    }
 
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Time the batch."""
-        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
-        assert self.validation is not None
-        if self._ended:  # not in the sanity check
-            # The duration of the validation, including the wait, is added when it ends.
-            self.validation.since_step -= self._let_others_train()
 
-    def _now(self) -> float:
-        """Return the time, excluding waits."""
-        self.timer.synchronize()
-        return time.perf_counter() - self._waits
+def period_of(trainer: Any, batches: int, epochs: float) -> int:
+    """Return after how many batches training and validation repeat themselves."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if loop._combined_loader is None or loop.skip:
+        return batches
+    every = trainer.check_val_every_n_epoch
+    if every is None:  # validates after so many batches, in whichever epoch
+        return max(batches, int(min(trainer.val_check_batch, batches * epochs)))
+    return batches * every if every <= epochs else batches
 
-    def _let_others_train(self) -> float:
-        """Count a batch, wait if it was the last one of the turn, and return the seconds of the wait."""
-        before = self._now()
-        self.step()
-        waited = self._now() - before
-        self._waits += waited
-        return waited
+
+def _seconds(facts: Facts, batches: int, period: int) -> float:
+    """Return what a period takes: an epoch that was seen, with its validations, or its steps."""
+    fit = facts.fit
+    if not fit.is_epoch:
+        return period * facts.step
+    validation = fit.of(*VALIDATION)
+    if period == batches or not fit.validations:
+        return fit.of() * period / batches
+    return (fit.of() - validation) * period / batches + validation / fit.validations
+
+
+def _lacks(trainer: Any, facts: Facts) -> list[str]:
+    """Return the keys of ``candidates.NEEDS`` that script and machine do not fulfil."""
+    loader, strategy = facts.loader, trainer.strategy
+    weights = trainer.lightning_module.parameters()
+    has = {
+        "dataloader": loader.standard,
+        "no thread": not loader.prefetches,
+        "new workers": loader.workers > 0 and not loader.persistent_workers,
+        "not pinned": not loader.pin_memory,
+        # Options that a script passes to DDP, such as find_unused_parameters, would be lost in another strategy.
+        "own strategy": type(strategy).__name__ in REPLACED and not getattr(strategy, "_ddp_kwargs", {}),
+        # A plugin of another class also sets the precision, whatever its name.
+        "own precision": type(trainer.precision_plugin) is Precision,
+        "float32 weights": all(weight.dtype is not torch.float64 for weight in weights),
+        "optimizer": any(each.can_fuse for each in facts.optimizers),
+        "Lightning 2.6": supports_lean_loop(),
+        "compiler": facts.cuda or shutil.which(os.environ.get("CXX", "c++")),
+        "convolutions": facts.convolutions,
+        "cuda": facts.cuda,
+        "cpu": not facts.cuda,
+    }
+    return [need for need, there in has.items() if not there]
+
+
+def change_loader(loader: Any, settings: Mapping[str, Any]) -> Any:
+    """Give a DataLoader other arguments, before anyone iterates it; any other loader stays as it is."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    number = settings.get("num_workers", loader.num_workers)
+    given = {"prefetch_factor": loader.prefetch_factor or 2, **settings} if number else settings
+    for name, value in given.items():
+        if number or name != "persistent_workers":  # which needs workers
+            vars(loader)[name] = value  # like torch's constructor; some cannot be set later
+    return loader
 
 
 def trainer_in_construction() -> Any:
@@ -364,76 +276,3 @@ def trainer_in_construction() -> Any:
             return frame.f_locals["self"]
         frame = frame.f_back
     raise RuntimeError("No Trainer is under construction: this version of Lightning calls its entry points elsewhere.")
-
-
-def replace_in_construction(trainer: Any, options: Mapping[str, Any], ranks: int, probe: Probe) -> None:
-    """Give a Trainer under construction a turbo strategy if there are options, and DDP on several ranks."""
-    old = trainer.strategy
-    name = type(old).__name__
-    devices = len(getattr(old, "parallel_devices", None) or [old.root_device])
-    # Checked before it starts processes for further ranks.
-    if name not in (STRATEGIES if ranks == 1 else STRATEGIES_OF_RANKS) or devices not in (1, ranks):
-        expected = "one device with the default strategy, 'turbo' or 'ddp'; or 'ddp' with its devices as --ranks"
-        probe.refuse(f"its Trainer has strategy {name} and {devices} devices; expected {expected}.")
-    if ranks > 1 and (options or name != "DDPStrategy"):
-        kind = lightning_turbo.TurboDDPStrategy if options else DDPStrategy
-        placed = old.root_device
-        where = [placed if placed.type == "cpu" else torch.device(placed.type, rank) for rank in range(ranks)]
-        place = {"parallel_devices": where, "cluster_environment": TorchElasticEnvironment()}
-    elif options:
-        kind = lightning_turbo.TurboStrategy
-        place = {"device": old.root_device}
-    else:
-        return
-    new: Any = kind(accelerator=old.accelerator, **place, **options)
-    new.precision_plugin = old.precision_plugin
-    replace_strategy(trainer, new)
-
-
-def change_loader(loader: Any, settings: Mapping[str, Any], batch_size: int, probe: Probe) -> Any:
-    """Apply settings and a batch size to a loader."""
-    for name, value in settings.items():
-        if getattr(loader, "num_workers", 0) or name != "persistent_workers":
-            vars(loader)[name] = value  # like torch's constructor; some cannot be set later
-    if batch_size:
-        sampler: Any = getattr(loader, "batch_sampler", None)
-        if type(sampler) is not BatchSampler:
-            probe.refuse("its training loader has no BatchSampler of torch; expected a DataLoader with a batch_size.")
-        sampler.batch_size = batch_size
-    return loader
-
-
-def prepare_trainer(trainer: Any, task: Mapping[str, Any], probe: Probe) -> list[Callback]:
-    """Apply the settings of a task to a Trainer under construction, and let the probe begin when it runs.
-
-    Loaders pass through these functions in reverse order: the one that repeats a batch is outermost, and works on the
-    loader with all other settings.
-    """
-    settings = task["settings"]
-    replace_in_construction(trainer, settings["strategy"], task["ranks"], probe)
-    strategy = trainer.strategy
-    if settings["precision"]:
-        strategy.precision_plugin = MixedPrecision(settings["precision"], strategy.root_device.type)
-    if settings["opt_level"]:
-        strategy.precision_plugin = lightning_turbo.ApexAMP(settings["opt_level"])
-
-    def begin(set_up: Callable[[], None]) -> None:
-        # A learning rate search runs without the script's callbacks, and without the probe.
-        if probe in trainer.callbacks and probe.validation is None:
-            probe.begin(trainer)
-        set_up()
-
-    ReplacedMethod(strategy, "setup_environment", begin)  # a run calls this first
-    if settings["augment_batches"]:
-        MovedAugmentation(trainer, strategy)
-    if settings["loader"] or task["batch_size"]:
-
-        def change(process: Callable[[Any], Any], loader: Any) -> Any:
-            validates = trainer.sanity_checking or trainer.validating
-            size = 0 if validates else task["batch_size"]
-            return process(change_loader(loader, settings["loader"], size, probe))
-
-        ReplacedMethod(strategy, "process_dataloader", change)
-    if probe.mode == "one batch":
-        ReplacedMethod(strategy, "process_dataloader", lambda process, loader: Repeat(process(loader)))
-    return [getattr(lightning_turbo, name)(**arguments) for name, arguments in settings["callbacks"].items()]

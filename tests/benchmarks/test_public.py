@@ -12,32 +12,38 @@ import pytest
 from benchmarks import offline, public
 from benchmarks.public import SCRIPTS, Script
 
-EPOCHS = {
-    "default": {"seconds": 12.0}, "chosen": {"seconds": 8.0}, "factors": [1.45, 1.5, 1.55], "factor": 1.5,
-    "interval": [1.42, 1.58], "promised": 1.44, "expected": [1.3, 1.6],
-    "promised_epochs": True,
+PROMISE = {
+    "settings": ["lean", "fused"], "of": "epochs", "steps": 600, "factor": 1.5, "interval": [1.42, 1.58],
+    "pairs_seconds": [[12.0, 8.0], [13.0, 8.5], [11.0, 7.5]],
 }  # fmt: skip
-FOUND = {"chosen": {"settings": ["lean", "fused"], "ratio": 0.5, "interval": [0.4, 0.625]}, "epochs": EPOCHS}
-FOUND |= {"other_cores": 0.2}
-NOTHING = {"chosen": {"settings": [], "ratio": None, "interval": None}, "verdict": "nothing helps here"}
+ONCE = {"chosen": {"settings": ["lean", "fused"]}, "promise": PROMISE, "verdict": "in words", "other_cores": 0.2}
+FOUND = {**ONCE, "second": ONCE}
+NOTHING = {
+    "chosen": {"settings": []}, "promise": {"factor": None, "interval": None}, "verdict": "nothing helps here",
+}  # fmt: skip
 
 
-def test_a_row_compares_the_promise_with_the_measured_interval():
+def again(**changes):
+    return {**ONCE, "second": {**ONCE, "promise": {**PROMISE, **changes}}}
+
+
+def test_a_row_compares_the_promise_with_a_second_run():
     assert public.row("gan", FOUND) == [
-        "`gan`", "lean + fused", "1.44 (1.30-1.60)", "12.0, 8.00", "1.50 (1.42-1.58)", "3", "11 %", "yes",
+        "`gan`", "lean + fused", "1.42, 1.50 (1.42-1.58)", "whole epochs (600 steps)", "12.0, 8.00", "1.50 (1.42-1.58)",
+        "11 %", "yes",
     ]  # fmt: skip
-    other = {**FOUND, "epochs": {**EPOCHS, "interval": [1.45, 1.8]}}
-    assert public.row("gan", other)[4:] == ["1.50 (1.45-1.80)", "3", "23 %", "no"]
-    one = {**FOUND, "epochs": {**EPOCHS, "factors": [1.5], "interval": None}}
-    assert public.row("gan", one)[4:] == ["1.50", "1", "", "one pair"]
-    steps = {**FOUND, "epochs": {**EPOCHS, "promised_epochs": False}}
-    assert public.row("gan", steps)[-1] == "of steps alone"
+    assert public.row("gan", again(factor=1.41, interval=[1.3, 1.5]))[5:] == ["1.41 (1.30-1.50)", "11 %", "no"]
+    assert public.row("gan", again(factor=None, interval=None))[5:] == ["", "11 %", "in words"]
+    steps = {**ONCE, "promise": {**PROMISE, "of": "steps", "steps": 120}}
+    assert public.row("gan", steps)[3:] == ["120 steps", "12.0, 8.00", "", "11 %", ""]
     assert public.row("gan", NOTHING) == ["`gan`", "nothing helps here", "", "", "", "", "", ""]
-    failed = {**FOUND, "epochs": {"default": {"seconds": 12.0}, "error": "chosen failed: no data"}}
-    assert public.row("gan", failed)[3:] == ["12.0", "", "", "", "chosen failed: no data"]
+    undecided = {**NOTHING, "promise": PROMISE, "verdict": "undecided"}
+    assert public.row("gan", undecided)[1:] == ["undecided", "", "", "", "", "11 %", ""]
     assert public.row("gan", {"error": "tune ended with exit status 2"})[1] == "tune ended with exit status 2"
-    text = "\n".join(public.page({"gan": FOUND, "svi": other, "hydra": NOTHING}, 2.0))
-    assert re.search(r"promise in 1 of 2\b.*15 % in 1 of 2\b", text, re.DOTALL)
+    wide = again(factor=1.3)
+    wide["promise"] = {**PROMISE, "interval": [1.4, 1.8]}
+    text = "\n".join(public.page({"gan": FOUND, "svi": wide, "hydra": NOTHING}, 2.0))
+    assert re.search(r"promised in 1 of 2\b.*15 % in 1 of 2\b", text, re.DOTALL)
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def test_a_script_is_tuned_in_its_own_folder_at_its_commit(repository, tmp_path,
         ran.append((command, options["env"], (folder / "deep" / "train.py").read_text()))
         out = Path(command[command.index("--out") + 1])
         out.mkdir(parents=True, exist_ok=True)
-        (out / "tune.json").write_text(json.dumps(FOUND))
+        (out / "tune.json").write_text(json.dumps(ONCE))
         return subprocess.CompletedProcess(command, status)
 
     monkeypatch.setattr(public.subprocess, "run", record)
@@ -80,14 +86,13 @@ def test_a_script_is_tuned_in_its_own_folder_at_its_commit(repository, tmp_path,
     page = tmp_path / "page.md"
     words = ["--repositories", str(tmp_path / "clones"), "--page", str(page), "--minutes", "0.5", "--only", "gan"]
     assert public.main([*words, "--out", str(tmp_path / "kept")]) == 0
-    ((command, environment, text),) = ran
-    assert text == "the first"
-    assert command[-3:] == ["deep/train.py", "--rate", "1"]
-    assert {"--confirm", "0.5"} < set(command)
-    assert command[command.index("--only") + 1] == "lean"
-    assert environment["PL_TRAINER_LIMIT_TRAIN_BATCHES"] == "5"
-    assert public.main([*words, "--out", str(tmp_path / "kept"), "--resume"]) == 0
-    assert len(ran) == (1 if status == 0 else 2)
+    assert len(ran) == (2 if status == 0 else 1)
+    for (command, environment, text), only in zip(ran, ("lean", "lean,fused"), strict=False):
+        assert text == "the first"
+        assert command[-3:] == ["deep/train.py", "--rate", "1"]
+        assert command[command.index("--minutes") + 1] == "0.5"
+        assert command[command.index("--only") + 1] == only
+        assert environment["PL_TRAINER_LIMIT_TRAIN_BATCHES"] == "5"
     assert ("lean + fused" in page.read_text()) == (status == 0)
     assert ("exit status 2" in page.read_text()) == (status == 2)
 

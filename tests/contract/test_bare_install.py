@@ -7,7 +7,6 @@ The wheel is built and unpacked into a new environment, in which only the requir
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -169,19 +168,13 @@ def test_doctor_convert_and_tune_run(bare):
     assert "1 samples" in bare("pack", "arrays", "packed").stdout
 
 
-@pytest.mark.slow  # short form: in tests/tune/test_report.py
-def test_tune_runs_and_prints_one_line_on_how_to_get_a_chart(bare):
+@pytest.mark.slow  # short form: in tests/tune/test_command.py
+def test_tune_runs(bare):
     (bare.folder / "train.py").write_text(SCRIPT)
-    done = bare("tune", "--minutes", "0.1", "--only", "release-gradients", "train.py")
+    done = bare("tune", "--minutes", "0.1", "--only", "fused", "train.py")
     written = {path.name for path in (bare.folder / "runs" / "tune").iterdir()}
-    assert written == {"logs", "tune.json", "tune.md", "turbo.py", "turbo.yaml"}
+    assert written == {"logs", "tune.json", "turbo.yaml"}
     assert "setting" in done.stdout
-    assert re.findall(r".*matplotlib.*", done.stdout) == [
-        (
-            "There is no picture, because matplotlib is not installed: "
-            "pip install '.[pictures]' in the clone of lightning-turbo"
-        )
-    ]
     assert "\x1b" not in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -40,7 +40,7 @@ DOCTOR = {"minutes": 2.0, "json": "seen.json"}
 
 SIZES = {"target": 64, "batch_size": 4}
 FORMAT = {"memory_format": "contiguous"}
-LOADING = {"num_workers": 1, "persistent_workers": True, "prefetch_batches": 3, "threads": 2}
+LOADING = {"prefetch_batches": 3, "threads": 2}
 AMP = {"opt_level": "O2", "loss_scale": 128.0}
 
 # Section of the file, class, its arguments, and the attributes that the object must have.

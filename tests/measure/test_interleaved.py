@@ -77,18 +77,16 @@ class FakeProcess:
             return {"event": "ready"}
         self.machine.clock[0] += ROUND if order else START
         self.machine.order += [self.name] * bool(order)
-        if order == "border":
-            return {"event": "border"}
         return {"event": "round" if order else "ready", "seconds": ROUND, "steps": 1, "samples": 0}
 
     def close(self, grace=0.0):
         self.machine.open.discard(self.name)
 
 
-def run(machine, names="abc", **options):
+def run(machine, names="abc", rounds=3, **options):
     rows = {name: new_row() for name in names}
     made = InterleavedRounds(machine, rows, interrupt=Interrupt(), progress=MagicMock(), at_once=2)
-    made.run(list(names), ORDER, **{"rounds": 3, **options})
+    made.run(list(names), [ORDER] * rounds, **options)
     return rows
 
 
@@ -102,14 +100,22 @@ def test_each_sweep_starts_with_another_process(clock):
     assert not machine.open
 
 
-@pytest.mark.parametrize("fault", [None, "border", "border done", "border sent"])
-def test_each_process_crosses_an_epoch_boundary_after_its_rounds(clock, fault):
-    machine = Machine(clock, **({"b": fault} if fault else {}))
-    rows = run(machine, rounds=2, border=True)
-    assert "".join(machine.order) == "abc" + "bca" + ("ac" if fault else "abc")
-    assert [len(row["rounds"]) for row in rows.values()] == [2, 2, 2], "this is not a round"
-    assert [rows[name]["status"] for name in "abc"] == ["ok", "failed" if fault else "ok", "ok"]
-    assert not machine.open
+def test_each_round_has_its_own_number_of_steps(clock):
+    told = []
+
+    class Told(FakeProcess):
+        def tell(self, order):
+            told.append(order)
+            super().tell(order)
+
+    machine, rows = Machine(clock), {"a": new_row()}
+    made = InterleavedRounds(lambda name: Told(machine, name), rows, interrupt=Interrupt(), progress=MagicMock())
+    made.run("a", [{"steps": 5, "lead": 1}, {"steps": 4, "lead": 0}])
+    assert told == [
+        {"order": "round", "steps": 5, "lead": 1},
+        {"order": "round", "steps": 4, "lead": 0},
+        {"order": "end"},
+    ]
 
 
 def test_without_sigstop_each_process_is_measured_separately(clock, monkeypatch):
@@ -170,7 +176,7 @@ def test_measurements_before_an_interruption_are_kept(clock):
     machine = Machine(clock)
     rows = {name: new_row() for name in "abc"}
     with pytest.raises(InterruptedRunError):
-        InterleavedRounds(machine, rows, interrupt=Interrupt(34.5), progress=MagicMock()).run("abc", ORDER, rounds=1000)
+        InterleavedRounds(machine, rows, interrupt=Interrupt(34.5), progress=MagicMock()).run("abc", [ORDER] * 1000)
     assert [len(row["rounds"]) for row in rows.values()] == [1, 2, 2]
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open
@@ -179,8 +185,8 @@ def test_measurements_before_an_interruption_are_kept(clock):
 def test_the_measurements_of_the_first_process_are_kept_if_the_second_starts_too_late(clock):
     rows = {name: new_row() for name in "ab"}
     made = InterleavedRounds(Machine(clock), rows, interrupt=Interrupt(), progress=MagicMock())
-    made.run("a", ORDER, rounds=2)
-    made.run("ab", ORDER, rounds=2, number=1, start_until=0.0)
+    made.run("a", [ORDER] * 2)
+    made.run("ab", [ORDER] * 2, number=1, start_until=0.0)
     assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", ""), ("skipped", interleaved.LATE)]
     assert len(rows["a"]["rounds"]) == 2
 
@@ -191,17 +197,4 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(clock):
     with pytest.raises(KeyboardInterrupt):
         run(machine)
     assert machine.most_open == 3
-    assert not machine.open
-
-
-def test_an_interruption_at_an_epoch_boundary_keeps_the_measurements(clock):
-    machine = Machine(clock)
-    rows = {name: new_row() for name in "abc"}
-    with pytest.raises(InterruptedRunError):
-        # Starts take 30 seconds and six rounds 6: the time ends while the first process crosses its epoch boundary.
-        InterleavedRounds(machine, rows, interrupt=Interrupt(36.5), progress=MagicMock()).run(
-            "abc", ORDER, rounds=2, border=True
-        )
-    assert [row["numbers"] for row in rows.values()] == [{"n": 1}] * 3
-    assert {row["status"] for row in rows.values()} == {"ok"}
     assert not machine.open

@@ -58,28 +58,3 @@ def test_a_process_on_a_gpu_empties_its_cache_before_it_waits(monkeypatch):
         order.append("step")
     turn = ["synchronize", "give back", "wait"]
     assert order == [*turn, "synchronize", "step", "synchronize", "step", *turn]
-
-
-def test_excluded_time_is_not_part_of_a_round(clock):
-    runner = Runner(clock, round_of(2), END)
-    made = RoundTimer(runner, warmup=1)
-    assert made.step()
-    clock[0] += 1.0
-    assert made.step()
-    clock[0] += 50.0  # of a validation
-    made.leave_out(50.0)
-    clock[0] += 2.0
-    assert not made.step()
-    assert runner.events[1]["seconds"] == 3.0
-
-
-def test_a_border_order_lasts_until_the_boundary_is_crossed(clock):
-    runner = Runner(clock, {"order": "border"}, round_of(1), END)
-    made = RoundTimer(runner, warmup=1)
-    assert made.step()
-    assert made.border
-    assert all(made.step() for _ in range(1000)), "as many steps as remain in the epoch"
-    assert made.end_border()
-    assert not made.border
-    assert not made.step()
-    assert [event["event"] for event in runner.events] == ["ready", "border", "round"]

@@ -1,15 +1,14 @@
-"""The measured process: its reports and its memory limit."""
+"""The measured process: its reports and its end."""
 
 import io
 import json
 import math
-import resource
 
 import pytest
 import torch
 
 from lightning_turbo.measure import RoundTimer, SkippedError, worker
-from lightning_turbo.measure.worker import Channel, limit_memory, peak_bytes, serve
+from lightning_turbo.measure.worker import Channel, peak_bytes, serve
 
 
 def events_of(run):
@@ -46,12 +45,8 @@ def test_a_worker_ends_with_its_controlling_program(monkeypatch):
     assert error.value.code == 1
 
 
-def test_a_system_without_memory_information_has_no_limit_and_no_peak(monkeypatch, tmp_path):
+def test_a_system_without_memory_information_has_no_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(worker, "STATUS", tmp_path / "absent")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    limit_memory(1.0)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
     assert peak_bytes(torch.device("cpu")) is None
     (tmp_path / "absent").write_text("VmPeak:   9 kB\nVmHWM:    3 kB\n")
     assert peak_bytes(torch.device("cpu")) == 3 * 1024

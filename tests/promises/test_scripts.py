@@ -102,24 +102,26 @@ def test_a_script_under_the_doctor_keeps_what_it_saved(trained, capfd):
     check_files(trained)
 
 
-def measure(names=()):
+def measure(names=(), look=0.0):
     """Measure the script in this process, which ends, as ``tune`` measures it in each of its own."""
-    orders = iter([{"order": "round", "lead": 2, "steps": 100}, {"order": "border"}, {"order": "end"}])
+    orders = iter([{"order": "round", "lead": 2, "steps": 100}, {"order": "end"}])
     table = {each.name: each for each in list_candidates(2)}
-    task = {"program": "train.py", "module": False, "arguments": [], "mode": "step", "ranks": 1, "batch_size": 0}
+    task = {"program": "train.py", "module": False, "arguments": [], "look": look}
     task |= {"settings": dataclasses.asdict(combine(table[name] for name in names)), "folder": "temporary"}
 
     def report(find):
-        print("measured", len(find()["losses"]))
+        print("measured", len(find()))
 
     measure_program(task, RoundTimer(lambda event: next(orders), warmup=2), report)
 
 
-@pytest.mark.parametrize("names", [(), ("fused",)], ids=["as it is", "with a setting"])
-def test_a_script_under_tune_keeps_what_it_saved(names, trained, capfd):
-    assert status_of_child(lambda: measure(names)) == 0
+@pytest.mark.parametrize(
+    ("names", "look"), [((), 0.0), (("fused",), 0.0), ((), 30.0)], ids=["as it is", "set", "looked at"]
+)
+def test_a_script_under_tune_keeps_what_it_saved(names, look, trained, capfd):
+    assert status_of_child(lambda: measure(names, look)) == 0
     output = "".join(capfd.readouterr())
-    assert "measured 1" in output, output[-3000:]
+    assert f"measured {10 if look else 0}" in output, output[-3000:]
     assert "Traceback" not in output
     check_files(trained)
 

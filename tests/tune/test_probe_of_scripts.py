@@ -1,7 +1,6 @@
 """A measured script reads the values of its own Trainer, and errors caused by muting are explained."""
 
 import dataclasses
-import gc
 import os
 import sys
 import textwrap
@@ -23,6 +22,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer, T
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+STEPS_FILE = os.path.abspath("steps")
+
 def note(path, text):
     with open(path, "a") as file:
         file.write(text)
@@ -32,6 +33,7 @@ class M(LightningModule):
         super().__init__()
         self.net, self.seen = torch.nn.Linear(8, 4), []
     def training_step(self, batch, batch_idx):
+        note(STEPS_FILE, f"{self.current_epoch}.{batch_idx} ")
         loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         STEP
@@ -77,7 +79,7 @@ class Ended(BaseException):
     """Raised instead of ending this process."""
 
 
-def run(monkeypatch, *, names=(), mode="step", steps=30, lengths=(), **places):
+def run(monkeypatch, *, names=(), look=0.0, steps=30, lengths=(), **places):
     """Measure the script in this process, with lines inserted in its places."""
 
     def end_process(status=0):
@@ -86,13 +88,13 @@ def run(monkeypatch, *, names=(), mode="step", steps=30, lengths=(), **places):
 
     monkeypatch.setattr("lightning_turbo.doctor.ending.end_process", end_process)
     text = SCRIPT
-    for name in ("STEP", "EPOCH", "END"):
-        text = text.replace(name, places.get(name.lower(), "pass"))
+    for name in ("STEP\n", "EPOCH\n", "END\n"):
+        text = text.replace(name, places.get(name.strip().lower(), "pass") + "\n")
     text = text.replace("SCHEDULE", places.get("schedule", CONSTANT)).replace("ARGUMENTS", places.get("arguments", ""))
     text = text.replace("TRAIN", "DataLoader(Rollouts(), 1)" if lengths else "data").replace("LENGTHS", str(lengths))
     Path("train.py").write_text(textwrap.dedent(text))
-    orders = iter([{"order": "round", "lead": 2, "steps": steps}, {"order": "border"}, {"order": "end"}])
-    task = {"program": "train.py", "module": False, "arguments": [], "mode": mode, "ranks": 1, "batch_size": 0}
+    orders = iter([{"order": "round", "lead": 2, "steps": steps}, {"order": "end"}])
+    task = {"program": "train.py", "module": False, "arguments": [], "look": look}
     task |= {"settings": dataclasses.asdict(combine(TABLE[name] for name in names)), "folder": "temporary"}
     outcomes = []
 
@@ -144,13 +146,16 @@ READS = {
 }
 
 
+def trained():
+    """Return the steps that the script has trained, as epoch and batch."""
+    return Path("steps").read_text().split()
+
+
 @pytest.mark.parametrize("places", READS.values(), ids=list(READS))
 def test_a_script_reads_its_own_trainer(places, monkeypatch):
-    found = run(monkeypatch, **places)
-    assert len(found["losses"]) >= 30
-    assert found["borders"]
-    assert found["validations"]
-    left = {path.name for path in Path().iterdir()} - {"train.py", "temporary"}
+    assert run(monkeypatch, **places) == {}
+    assert len(trained()) == 32
+    left = {path.name for path in Path().iterdir()} - {"train.py", "temporary", "steps"}
     assert left <= {"wrote"}
     assert not Path("wrote").exists() or Path("wrote").read_text() == ""
 
@@ -162,7 +167,11 @@ def test_a_script_with_ddp_on_one_device_is_measured(names, monkeypatch):
     step = f"assert type(self.trainer.strategy).__name__ == {kind!r}; assert self.trainer.world_size == 1"
     with mock.patch.dict(os.environ):  # Lightning sets the addresses of the ranks
         try:
-            assert run(monkeypatch, names=names, arguments=arguments, step=step)["losses"]
+            run(monkeypatch, names=names, arguments=arguments, step=step)
+            assert len(trained()) == 32
+            if not names:
+                found = run(monkeypatch, look=30.0, arguments=arguments, step=step)
+                assert "own strategy" not in found["lacks"]
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
@@ -175,92 +184,75 @@ def test_ranks_are_not_measured_as_one(monkeypatch):
         run(monkeypatch, arguments='"strategy": "ddp", "devices": 2')
 
 
-@pytest.mark.parametrize("mode", ["step", "one batch"])
 @pytest.mark.parametrize("lengths", [(), [8]], ids=["a dataset", "a generator"])
-def test_a_script_reads_its_own_loader(mode, lengths, monkeypatch):
+def test_a_script_reads_its_own_loader(lengths, monkeypatch):
     read = "loader = self.trainer.train_dataloader; assert loader.num_workers == 0; assert loader.dataset is not None"
     read += "; import copy; assert copy.copy(loader).dataset is loader.dataset"
-    assert run(monkeypatch, mode=mode, lengths=lengths, epoch=read)["losses"]
+    run(monkeypatch, lengths=lengths, epoch=read)
+    assert len(trained()) == 32
 
 
 def test_a_measured_training_restarts_where_it_would_end(monkeypatch):
     """Three epochs of eight steps, repeatedly, with continuing weights."""
-    found = run(monkeypatch, steps=60, step="note('steps', f'{self.current_epoch}.{batch_idx} ')")
-    seen = Path("steps").read_text().split()
+    run(monkeypatch, steps=60, step="note('losses', f'{loss.item()} ')")
     whole = [f"{epoch}.{batch}" for epoch in range(3) for batch in range(8)]
-    assert seen[: 2 * 24] == whole * 2
-    assert found["facts"]["epochs"] == 3
-    assert found["losses"][24] < found["losses"][0]
+    assert trained() == (whole * 3)[:62]
+    seen = [float(each) for each in Path("losses").read_text().split()]
+    assert seen[24] < seen[0]
 
 
-@pytest.mark.parametrize(("arguments", "validations", "epochs"), [
-    ("", 1.0, 3), ('"val_check_interval": 0.25', 4.0, 3), ('"val_check_interval": 3', 2.0, 3),
-    ('"check_val_every_n_epoch": 2', 0.5, 3), ('"limit_val_batches": 0', 0.0, 3),
-    ('"check_val_every_n_epoch": None, "val_check_interval": 16', 0.5, 3),
-    ('"max_epochs": -1, "max_steps": 12', 1.0, 1.5),
-])  # fmt: skip
-def test_the_number_of_validations_per_epoch(arguments, validations, epochs, monkeypatch):
-    facts = run(monkeypatch, steps=10, arguments=arguments)["facts"]
-    assert (facts["validations"], facts["epochs"], facts["batches"]) == (validations, epochs, 8)
+def test_whole_epochs_are_trained_with_their_validation(monkeypatch):
+    """Two epochs from the second step on: what lies between them is in the time."""
+    validated = "note(STEPS_FILE, f'validated-{len(self.seen)} '); self.seen.clear()"
+    run(monkeypatch, steps=16, end=validated, arguments='"num_sanity_val_steps": 0')
+    assert [each for each in trained() if "-" in each] == ["validated-8"] * 2, "all batches of it"
 
 
-def test_the_boundary_of_a_long_epoch_is_reached_and_its_validation_is_projected(monkeypatch):
-    long = '"limit_train_batches": 1000, "limit_val_batches": 50'
-    text = SCRIPT.replace("torch.randn(32, 8), torch.arange(32)", "torch.randn(8000, 8), torch.arange(8000)")
-    text = text.replace("self.seen.append", "__import__('time').sleep(0.01); self.seen.append")
+SEEN = {"phases", "device", "lacks", "accumulate", "workers", "batches", "period", "seconds", "is_seen", "trained"}
+
+
+@pytest.fixture
+def longer(monkeypatch):
+    """Epochs of 32 batches, which are enough for a Doctor."""
+    text = SCRIPT.replace("randn(32", "randn(128").replace("arange(32)", "arange(128)")
     monkeypatch.setattr(sys.modules[__name__], "SCRIPT", text)
-    found = run(monkeypatch, arguments=long, step="note('batches', f'{batch_idx} ')")
-    seen = [int(each) for each in Path("batches").read_text().split()]
-    assert found["facts"]["batches"] == 1000
-    at = seen.index(999)
-    assert seen[:at] == list(range(at)), "the last batch follows immediately"
-    assert seen[at + 1] == 0, "and then the next epoch"
-    assert len(found["borders"]) == 1
-    assert found["validations"][-1] >= 50 * 0.01, "two of its batches stand for all"
 
 
-@pytest.mark.parametrize(("lengths", "steps", "arguments", "batches", "borders", "validations", "epochs"), [
-    ([8], 30, "", 8, 4, 1.0, 3),
-    ([6, 8], 30, "", 7, 5, 1.0, 3),  # 6, 8, 6, 8, 6 and a part
-    ([50], 10, "", 50, 1, 1.0, 3),  # it continues to the end of the first epoch
-    ([8], 30, '"val_check_interval": 3', 8, 4, 2.0, 3),
-    ([8], 30, '"val_check_interval": 10', 8, 4, 0.0, 3),
-    ([8], 40, '"max_epochs": -1, "max_steps": 20', 8, 6, 1.0, 2.5),  # 8, 8, and 4 of the third
-    ([2], 10, "", 2, 10, 1.0, 3),
+def test_a_look_sees_the_phases_and_a_whole_epoch_with_its_validation(longer, monkeypatch):
+    text = SCRIPT.replace("self.seen.append(batch_idx)", "time.sleep(0.02)")
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", text)
+    found = run(monkeypatch, look=30.0, step="time.sleep(0.004)")
+    assert set(found) == SEEN
+    assert (found["device"], found["batches"], found["period"], found["is_seen"]) == ("cpu", 32, 32, True)
+    assert found["phases"]["forward"] >= 0.004
+    assert found["seconds"] >= 32 * 0.004 + 32 * 0.02, "the steps and the validation"
+    assert {"cuda", "convolutions", "new workers"} <= set(found["lacks"])
+    assert not {"dataloader", "own strategy", "own precision", "optimizer", "cpu"} & set(found["lacks"])
+    assert trained()[-1] == "0.31", "it ends with the epoch"
+
+
+@pytest.mark.parametrize(("arguments", "batches", "period"), [
+    ('"check_val_every_n_epoch": 2', 32, 64),
+    ('"limit_val_batches": 0', 32, 32),
+    ('"accumulate_grad_batches": 4', 32, 32),
+    ('"max_epochs": 1', 32, 32),
 ])  # fmt: skip
-def test_epochs_of_unknown_length_are_measured_when_they_end(
-    lengths, steps, arguments, batches, borders, validations, epochs, monkeypatch
-):
-    found = run(monkeypatch, lengths=lengths, steps=steps, arguments=arguments)
-    facts = found["facts"]
-    assert (facts["batches"], facts["validations"], facts["epochs"]) == (batches, validations, epochs)
-    assert len(found["borders"]) == borders
-    assert min(found["borders"]) >= 0.05, "the rollouts are in the boundary"
+def test_a_look_finds_when_training_and_validation_repeat_themselves(arguments, batches, period, longer, monkeypatch):
+    found = run(monkeypatch, look=30.0, arguments=arguments)
+    assert (found["batches"], found["period"]) == (batches, period)
+    assert found["accumulate"] == (4 if "accumulate" in arguments else 1)
+    assert found["seconds"] > 0.0
 
 
-def test_an_endless_epoch_is_not_awaited(monkeypatch):
-    monkeypatch.setattr("lightning_turbo.tune.probe.BORDER_SECONDS", 0.1)
-    found = run(monkeypatch, lengths=[10**9])
-    assert (found["facts"]["batches"], found["borders"]) == (None, [])
+@pytest.mark.parametrize(("length", "batches"), [(18, 18), (10**9, None)])
+def test_a_look_finds_the_length_of_an_epoch_that_lightning_does_not_know(length, batches, monkeypatch):
+    found = run(monkeypatch, look=3.0, lengths=[length])
+    assert (found["batches"], found["period"], found["is_seen"]) == (batches, batches, batches is not None)
 
 
-@pytest.mark.parametrize("lengths", [(), [8]], ids=["a dataset", "a generator"])
-def test_garbage_is_collected_before_measurements(lengths, monkeypatch, tmp_path):
-    """A full collection takes longer than some steps, and would be in the only boundary of some settings."""
-    # A whole path: the collector may call the script's function in another working directory.
-    seen = tmp_path / "seen"
-    heard = "if not hasattr(self, 'hears'): import gc; self.hears = True; gc.callbacks.append(lambda phase, info: "
-    heard += f"note({str(seen)!r}, '-full') if (phase, info['generation']) == ('stop', 2) else None)"
-    steps = f"note({str(seen)!r}, f' {{self.current_epoch}}.{{batch_idx}}')"
-    before = list(gc.callbacks)
-    try:
-        run(monkeypatch, lengths=lengths, steps=3, schedule=f"(exec({heard!r}), {CONSTANT})[1]", step=steps)
-    finally:
-        gc.callbacks[:] = before
-    noted = seen.read_text().split()
-    assert noted[0].startswith("-full"), "before the first step"
-    assert any(each.startswith("0.4-full") for each in noted), "after two steps of the lead and three of the round"
-    assert noted[-1] == "1.0"
+def test_a_look_comes_before_that_of_the_scripts_own_doctor(longer, monkeypatch):
+    found = run(monkeypatch, look=30.0, arguments='"callbacks": [__import__("lightning_turbo").Doctor(minutes=0)]')
+    assert set(found) == SEEN
 
 
 TRIPS = {

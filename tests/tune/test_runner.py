@@ -1,75 +1,60 @@
-"""The length and order of rounds, and which processes are forked, tested with fake processes."""
+"""What each process of a script is told, and what is made of its answers, with processes that answer at once."""
 
-import dataclasses
-import os
-import subprocess
 from typing import ClassVar
 
 import pytest
 
-from lightning_turbo.measure import Interrupt, Progress
+from lightning_turbo.measure import Interrupt, InterruptedRunError, ProcessError, Progress
 from lightning_turbo.tune import runner
 from lightning_turbo.tune.candidates import list_candidates
-from lightning_turbo.tune.evidence import DEFAULT, Configuration
-from lightning_turbo.tune.fork_server import CAN_FORK
+from lightning_turbo.tune.promise import Stretch
 from lightning_turbo.tune.runner import ScriptRunner, TuneSettings
 
-LEAN = Configuration(("lean",))
 TABLE = {each.name: each for each in list_candidates(2)}
+SEEN = {"phases": {"forward": 0.01}, "accumulate": 4}
 
 
 class Answers:
     """A process that answers each order at once."""
 
     made: ClassVar[list] = []
-    facts: ClassVar[dict] = {"batches": 10, "device": "cpu"}
+    look: ClassVar = {"event": "done", "numbers": {**SEEN, "trained": 0.5}}
 
     def __init__(self, arguments, task, **options):
-        self.task, self.options = task, options
-        self.orders = ["start"]
-        self.heard = []
+        self.task, self.options, self.closed = task, options, False
+        self.orders, self.told = ["start"], []
         self.made.append(self)
 
     def tell(self, order):
         self.orders.append(order["order"])
+        self.told.append(order)
 
     def listen(self, timeout, check):
+        check()
+        if self.task["look"]:
+            if isinstance(self.look, Exception):
+                raise self.look
+            return {**self.look, "numbers": dict(self.look.get("numbers", {}))}
         order = self.orders.pop(0)
-        self.heard.append(order)
         if order == "end":
-            numbers = {"facts": self.facts, "lightning": "lightning.pytorch", "losses": []}
-            return {"event": "done", "numbers": numbers, "peak_bytes": 0}
-        event = {"start": "ready", "border": "border"}.get(order, "round")
-        return {"event": event, "seconds": 0.2, "steps": 3, "samples": 0}
+            return {"event": "done", "numbers": {}, "peak_bytes": 0}
+        return {"event": "ready" if order == "start" else "round", "seconds": 0.0, "steps": 3, "samples": 0}
 
     def hold(self):
         pass
 
-    def resume(self):
-        pass
-
     def close(self, grace=5.0):
-        pass
+        self.closed = True
 
 
-class Servers:
-    """Records the fork servers that are created and the processes that they start."""
+def pass_time(now, seconds, start):
+    """Return ``start`` as it is when a process takes some seconds to start."""
 
-    def __init__(self):
-        self.made = []
-        self.started = []
-        self.closed = []
+    def take(*arguments, **options):
+        now[0] += seconds
+        start(*arguments, **options)
 
-    def __call__(self, modules, **options):
-        self.made.append(options["environment"])
-        self.modules = modules
-        return self
-
-    def popen(self, command, **options):
-        self.started.append(command)
-
-    def close(self):
-        self.closed.append(len(self.closed))
+    return take
 
 
 @pytest.fixture
@@ -80,87 +65,70 @@ def made(monkeypatch):
 
 
 @pytest.fixture
-def make(tmp_path, made):
+def measured(tmp_path, made):
     (tmp_path / "train.py").write_text("")
-    settings = TuneSettings(program=str(tmp_path / "train.py"), out=tmp_path / "out", arguments=("--rate", "1"), seed=3)
-
-    def make_one(**changes):
-        changed = dataclasses.replace(settings, **changes)
-        return ScriptRunner(changed, TABLE, Interrupt(), Progress(), tmp_path / "scratch")
-
-    return make_one
+    settings = TuneSettings(
+        program=str(tmp_path / "train.py"), out=tmp_path / "out", arguments=("--rate", "1"), minutes=2.0
+    )
+    return ScriptRunner(settings, TABLE, Interrupt(), Progress(), tmp_path / "scratch")
 
 
-@pytest.mark.parametrize(
-    ("step_seconds", "accumulate", "steps", "lead", "warmup"),
-    [
-        (0.01, 1, 20, 3, 10),
-        (0.01, 4, 20, 3, 10),
-        (0.01, 8, 16, 2, 9),  # two windows
-        (10.0, 1, 1, 1, 3),
-        (10.0, 3, 3, 1, 4),
-        (0.0, 1, 500, 63, 250),
-        (0.0, 600, 600, 75, 601),  # one window may be longer than a usual round
-    ],
-)
-def test_rounds_of_a_fifth_of_a_second_consist_of_whole_windows(make, step_seconds, accumulate, steps, lead, warmup):
-    made = make()
-    made.set_pace(step_seconds, accumulate)
-    assert made.order == {"steps": steps, "lead": lead}
-    assert made.warmup == warmup
+def test_a_process_receives_its_script_and_settings(measured, made, tmp_path):
+    rows = measured.measure([(), ("lean", "threads-1")], Stretch(steps=7, turns=3))
+    assert {names: row["status"] for names, row in rows.items()} == {(): "ok", ("lean", "threads-1"): "ok"}
+    plain, ours = made
+    assert {"arguments": ["--rate", "1"], "module": False, "look": 0.0, "warmup": 3}.items() <= ours.task.items()
+    assert ours.task["settings"] == {**plain.task["settings"],
+        "strategy": {"device_prefetch": False, "release_gradients": False, "lean": True},
+        "environment": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    }  # fmt: skip
+    assert ours.task["folder"] == str(tmp_path / "scratch" / "1")
+    assert plain.options["environment"] == {"WANDB_MODE": "disabled"}
+    assert ours.options["environment"] == {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    assert [each.options["log"].name for each in made] == ["000 as it is.log", "001 lean + threads-1.log"]
+    assert [order.get("steps") for order in ours.told] == [3, 2, 2, None], "all steps of the stretch, none beside"
+    assert all(order.get("lead", 0) == 0 for order in ours.told)
+    assert all(each.closed for each in made)
 
 
-def test_the_second_comparison_starts_the_processes_in_the_opposite_order(make, made):
-    measured = make()
-    for _ in range(2):
-        rows = measured.measure([DEFAULT, LEAN])
-        assert {row["status"] for row in rows.values()} == {"ok"}
-        assert [len(row["rounds"]) for row in rows.values()] == [4, 4]
-    lean = ["lean" in process.options["log"].name for process in made]
-    assert lean == [False, True, True, False]
-    assert [process.options["log"].name[:3] for process in made] == ["000", "001", "002", "003"]
+def test_the_first_process_looks_and_says_when_it_trains(measured, made, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Answers, "__init__", pass_time(now, 7.5, Answers.__init__))
+    row = measured.look()
+    assert (row["status"], row["numbers"]) == ("ok", SEEN)
+    assert measured.start == 7.0, "half of a second was trained"
+    assert made[0].task["look"] == pytest.approx(0.15 * 120)
+    assert measured.warmup == 5, "a whole window of accumulated batches"
+    assert made[0].closed
 
 
-@pytest.mark.parametrize("batches", [10, 0])
-def test_after_a_process_without_an_epoch_boundary_no_other_one_waits_for_it(make, made, monkeypatch, batches):
-    monkeypatch.setattr(Answers, "facts", {**Answers.facts, "batches": batches})
-    measured = make()
-    measured.measure([DEFAULT])
-    measured.measure([LEAN])
-    assert ["border" in process.heard for process in made] == [True, batches > 0]
+@pytest.mark.parametrize(("answer", "status", "reason"), [
+    ({"event": "skipped", "reason": "it made no Trainer"}, "skipped", "it made no Trainer"),
+    (ProcessError("killed by SIGKILL"), "failed", "killed by SIGKILL"),
+])  # fmt: skip
+def test_a_script_that_cannot_be_looked_at_has_a_reason(measured, made, monkeypatch, answer, status, reason):
+    monkeypatch.setattr(Answers, "look", answer)
+    row = measured.look()
+    assert (row["status"], row["reason"]) == (status, reason)
+    assert made[0].closed
 
 
-@pytest.mark.parametrize(("device", "ranks", "forks"), [("cpu", 1, CAN_FORK), ("cuda:0", 1, False), ("cpu", 2, False)])
-def test_after_a_process_that_used_only_the_cpu_the_others_are_forked(
-    make, made, monkeypatch, tmp_path, device, ranks, forks
-):
-    servers = Servers()
-    monkeypatch.setattr(runner, "ForkServer", servers)
-    monkeypatch.setattr(Answers, "facts", {**Answers.facts, "device": device})
-    with make(ranks=ranks) as measured:
-        measured.measure([DEFAULT])
-        measured.measure([LEAN])
-        first, second = (process.options["popen"] for process in made)
-        assert first is subprocess.Popen
-        assert (second is not subprocess.Popen) == forks
-        if forks:
-            for number, variable in enumerate(("a", "b", "a")):
-                second(["python", str(number)], cwd=tmp_path, env={"X": variable})
-    assert servers.made == ([{"X": "a"}, {"X": "b"}] if forks else []), "one for each environment"
-    assert servers.started == ([["python", "0"], ["python", "1"], ["python", "2"]] if forks else [])
-    assert len(servers.closed) == len(servers.made)
-    if forks:
-        assert servers.modules == ["lightning_turbo.tune.worker", "lightning.pytorch"]
+def test_a_look_ends_with_the_time(measured, made):
+    measured.interrupt.pressed = True
+    with pytest.raises(InterruptedRunError):
+        measured.look()
+    assert made[0].closed
 
 
-def test_a_process_receives_its_script_and_settings(make, made, tmp_path):
-    make(ranks=2, device="cpu").spawn(dataclasses.replace(LEAN, mode="epoch"))
-    make().spawn(DEFAULT)
-    ours, plain = made
-    wanted = {"arguments": ["--rate", "1"], "mode": "epoch", "ranks": 2, "seed": 3, "warmup": 3}
-    assert wanted.items() <= ours.task.items()
-    assert ours.task["settings"] != plain.task["settings"]
-    assert ours.task["folder"] == str(tmp_path / "scratch" / "0")
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    assert hidden.items() <= ours.options["environment"].items()
-    assert not set(hidden) & set(plain.options["environment"])
+def test_the_start_of_processes_is_learned(measured, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Answers, "__init__", pass_time(now, 4.0, Answers.__init__))
+    measured.measure([(), ("lean",)], Stretch(steps=3))
+    assert measured.start == 4.0
+
+
+def test_settings_of_the_command_name_the_command():
+    settings = TuneSettings(program="package.train", module=True, arguments=("fit",))
+    assert settings.command == ["python", "-m", "package.train", "fit"]
