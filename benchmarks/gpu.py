@@ -372,8 +372,9 @@ def program(timer: CaseTimer, *, name: str) -> dict[str, Any]:
         for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|finding)", done.stdout):
             numbers[what] = int(count)
         if (results := Path(folder, "tune.json")).is_file():
-            chosen = json.loads(results.read_text())["chosen"]
-            numbers |= {"chosen": ", ".join(chosen["settings"]) or "nothing", "chosen_time_ratio": chosen["ratio"]}
+            found = json.loads(results.read_text())
+            chosen = ", ".join(found["chosen"]["settings"]) or "nothing"
+            numbers |= {"chosen": chosen, "promised": (found["promise"]["interval"] or [None])[0]}
     while timer.step():
         time.sleep(0.01)  # an empty step: the result is `program_seconds`
     return numbers

@@ -87,8 +87,8 @@ def describe_epoch(look: Look, stretch: Stretch, minutes: float, start: float) -
     # Half of the time is for the screening.
     needed = math.ceil(2 * 2 * FEWEST * (start + look.seconds) / 60)
     return (
-        f"{text}: the promise will be of stretches of {stretch.steps} steps, as {minutes:g} minutes are not enough for "
-        f"whole epochs; those need --minutes {needed}."
+        f"{text}: the promise will be of stretches of {stretch.steps} steps, as {minutes:.3g} minutes are not enough "
+        f"for whole epochs; those need --minutes {needed}."
     )
 
 

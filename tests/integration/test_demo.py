@@ -57,5 +57,5 @@ def test_an_unknown_level_is_refused(capsys):
 def test_the_default_demo_reaches_the_expected_accuracy(tmp_path):
     status, results = run(tmp_path, "--minutes", "2")
     assert status == 0
-    assert (tmp_path / "tune" / "turbo.py").exists()
+    assert (tmp_path / "tune" / "turbo.yaml").exists()
     assert results["patches"]["factor"] > 10
