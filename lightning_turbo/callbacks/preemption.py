@@ -93,7 +93,8 @@ class Preemption(Callback):
     Note:
         A signal during validation waits for its end. No checkpoint holds gradients, so the run ends at the end of an
         accumulation window. torchrun kills processes that still run 30 seconds after its own signal. Without
-        ``ExactResume``, Lightning counts an epoch too many with ``max_steps`` after a stop at the end of an epoch.
+        ``ExactResume``, Lightning counts an epoch too many with ``max_steps`` after a stop at the end of an epoch. The
+        batches of a stream that ``training_step(dataloader_iter)`` fetches by itself are not compared among the ranks.
 
     Example:
         >>> from lightning.pytorch import Trainer
