@@ -18,7 +18,6 @@ __all__ = ["Names", "Runner", "Search", "Trial"]
 GROUP = 4  # candidates alive at once, besides the script as it is
 PASSES = 3  # processes of a candidate at most, in the screening
 ALMOST = 1.03  # of two settings that differ less, the plainer one is chosen
-LITTLE = 0.01  # share of the time that a setting has to save beside others
 LATE = "the time was over"
 
 Names: TypeAlias = tuple[str, ...]
@@ -196,10 +195,10 @@ class Search:
         while len(kept) > 1 and self._affordable() > len(kept):
             ratios = self._leave_out(kept, stretch)
             worst = max(kept, key=lambda trial: ratios.get(trial.name, -math.inf))
-            if ratios.get(worst.name, -math.inf) < -LITTLE:
+            if ratios.get(worst.name, -math.inf) < -SMALL_SHARE:
                 break
             kept.remove(worst)
-            worst.why = f"adds nothing to {' + '.join(each.name for each in kept)}"
+            worst.why = f"adds less than {SMALL_SHARE:.0%} to {' + '.join(each.name for each in kept)}"
         return self._names(kept)
 
     def _leave_out(self, kept: Sequence[Trial], stretch: Stretch) -> dict[str, float]:
