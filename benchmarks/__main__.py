@@ -18,7 +18,15 @@ from lightning_turbo.measure import markdown_table, print_lines, write_json
 
 __all__ = ["main", "run"]
 
-PROGRAMS = ("answers", "charts", "networks", "public", "resume", "stops")  # modules with their own command line
+PROGRAMS = (
+    "answers",
+    "charts",
+    "networks",
+    "projects",
+    "public",
+    "resume",
+    "stops",
+)  # modules with their own command line
 DESCRIPTION = """Measure one suite or all of them. Each case runs in its own process, in interleaved rounds. Writes
 results.json, results.md and a picture per suite. Ctrl-C and SIGTERM stop it and keep the results so far."""
 

@@ -32,7 +32,7 @@ TOPICS = {
     "Loading": ("prefetch", "grid", "loaders", "dali", "loading", "getitem", "starts", "patches", "lengths"),
     "Augmentation": ("augment", "transforms"),
     "Computing": ("precision", "networks", "compiled", "overhead", "groups", "memory", "saves"),
-    "Whole runs": ("promises", "tune", "ablation", "resume", "stops"),
+    "Whole runs": ("projects", "promises", "tune", "ablation", "resume", "stops"),
 }
 # Modules that pages write in front of a function -> their location in the package.
 MODULES = {name: name for name in ("amp", "amp.convert", "data", "nn", "optim")} | {"augment": "data.augment"}

@@ -1,0 +1,165 @@
+"""Whole fits of public projects: what is timed and compared, how a fit is stopped and resumed, and the page."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import project_run, projects
+from benchmarks.projects import PROJECTS, Project
+from benchmarks.suite import BenchError
+from lightning_turbo._lightning import Trainer
+
+EXAMPLE = Project(
+    package="torch",
+    repository="owner/theirs",
+    license="MIT",
+    trains="a line",
+    data="random",
+    cut="3 epochs",
+    module="tests.benchmarks.project_example",
+    arguments=("9",),
+    score="val_loss",
+    max_epochs=3,
+)
+
+
+def fit_of(seconds, digest="a", validation=2.0):
+    spent = {"processor": seconds, "wall": 3 * seconds}
+    part = {"processor": validation, "wall": validation}
+    return {"whole": spent, "validation": part, "score": 0.5, "digest": digest, "steps": 1200, "batches": 9}
+
+
+RESULTS = {
+    "fits": {"stock": [fit_of(12), fit_of(10), fit_of(11)], "turbo": [fit_of(8), fit_of(5), fit_of(10)]},
+    "resumed": {"stock": False, "turbo": True},
+    "other_cores": [1.5, 0.5, None],
+    "version": "1.2",
+    "date": "2026-11-29",
+    "commit": "0123456789abcdef",
+}
+
+
+def test_a_row_has_medians_of_processor_time_and_the_factors_pair_by_pair():
+    assert projects.row("a", RESULTS, "stock")[2:] == [
+        "3",
+        "11.0",
+        "9.00",
+        "7.50",
+        "2.00",
+        "33.0",
+        "",
+        "0.5",
+        "yes",
+        "no",
+    ]
+    turbo = projects.row("a", RESULTS, "turbo")
+    assert turbo[2:] == ["3", "8.00", "6.00", "5.00", "2.00", "24.0", "1.50 (1.10-2.00)", "0.5", "yes", "yes"]
+    other = {**RESULTS, "fits": {**RESULTS["fits"], "turbo": [fit_of(8), fit_of(5, "b"), fit_of(10)]}}
+    assert projects.row("a", other, "turbo")[-2] == "no"
+    assert projects.row("a", {**RESULTS, "resumed": {}}, "turbo")[-1] == "not measured"
+
+
+def test_the_page_says_where_each_project_comes_from_and_what_was_cut():
+    text = "\n".join(projects.page({"chemprop": RESULTS, "scvi-tools": RESULTS}))
+    assert "`python -m benchmarks projects --rounds 3 --only chemprop scvi-tools`" in text
+    assert "commit 01234567, " in text
+    assert "Other programs used 0.5 to 1.5 cores" in text
+    assert re.search(r"\[chemprop 1.2, files at 9a0b47a\]\(https://github.com/chemprop/chemprop/tree/\w{40}\)", text)
+    assert PROJECTS["scvi-tools"].cut in text
+    assert "1,200" in text
+
+
+def test_what_is_missing_is_named_with_the_command_that_gets_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(projects, "installed_version", lambda name: None)
+    with pytest.raises(BenchError, match=r"pip install 'scvi-tools' 'pytorch-forecasting\[tuning\]' .*'pandas<3'"):
+        projects.main(["--only", "scvi-tools", "pytorch-forecasting"])
+    monkeypatch.setattr(projects, "installed_version", lambda name: "1")
+    with pytest.raises(BenchError, match=rf"git clone https://github.com/chemprop/chemprop {tmp_path}/chemprop$"):
+        projects.main(["--only", "chemprop", "scvi-tools", "--repositories", str(tmp_path)])
+
+
+def test_fits_take_turns_and_those_that_were_made_are_kept(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def whole(self, way):
+        asked.append((self.project.package, way))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return fit_of(len(asked))
+
+    monkeypatch.setattr(projects, "installed_version", lambda name: "1")
+    monkeypatch.setattr(projects.Fits, "whole", whole)
+    monkeypatch.setattr(projects.Fits, "resumed", lambda self, way, whole: way == "turbo")
+    page = tmp_path / "page.md"
+    command = ["--only", "scvi-tools", "--out", str(tmp_path), "--rounds", "2", "--page", str(page)]
+    with pytest.raises(KeyboardInterrupt):
+        projects.main(command)
+    assert projects.main([*command, "--resume"]) == 0
+    assert [way for _, way in asked] == ["stock", "turbo", "turbo", "stock", "stock"]
+    assert page.read_text().rstrip("\n") in capsys.readouterr().out
+    kept = json.loads((tmp_path / "scvi-tools.json").read_text())
+    assert [fit["whole"]["processor"] for fit in kept["fits"]["stock"]] == [1, 5]
+    assert kept["resumed"] == {"stock": False, "turbo": True}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return a function that runs a fit of the example in this process, and returns what it has written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Trainer, "fit", Trainer.fit)  # put back after a fit was resumed
+
+    def run(way, stop=None, resume=None):
+        # The process that ``Fits`` starts, in this one.
+        def started(command, *, env, **settings):
+            assert Path(env["PYTHONPATH"].partition(os.pathsep)[0], "benchmarks").is_dir()
+            with monkeypatch.context() as patch:
+                if "PL_TRAINER_STRATEGY" in env:
+                    patch.setenv("PL_TRAINER_STRATEGY", env["PL_TRAINER_STRATEGY"])
+                status = project_run.main([command[-1]])
+            return subprocess.CompletedProcess(command, status, "", "")
+
+        monkeypatch.setattr(projects.subprocess, "run", started)
+        return projects.Fits(EXAMPLE, tmp_path, print).run(way, tmp_path, stop=stop, resume=resume)
+
+    return run
+
+
+def leave(status):
+    raise SystemExit(status)
+
+
+def test_a_fit_that_is_stopped_and_resumed_equals_a_whole_one(run, tmp_path, monkeypatch):
+    whole = run("turbo")
+    assert (whole["steps"], whole["epochs"], whole["batches"]) == (18, 3, 6)
+    assert whole["whole"]["wall"] > whole["validation"]["wall"] > 0
+    assert run("turbo")["digest"] == whole["digest"]
+    monkeypatch.setattr(os, "_exit", leave)
+    assert run("turbo", stop=10) == {}
+    assert torch.load(tmp_path / "fit.ckpt", weights_only=False)["global_step"] == 10
+    assert run("turbo", resume=tmp_path / "fit.ckpt")["digest"] == whole["digest"]
+
+
+def test_the_score_and_the_weights_are_those_at_the_end_of_the_fit(run, tmp_path):
+    found = run("stock")
+    assert found["score"] > 0
+    assert len(found["digest"]) == 64
+    assert found["digest"] == run("turbo")["digest"], "the strategy changes no bit"
+    assert project_run.digest({"a": torch.zeros(2)}) != project_run.digest({"a": torch.ones(2)})
+    assert json.loads((tmp_path / "fit.json").read_text())["steps"] == 18
+
+
+@pytest.mark.slow
+def test_a_project_is_measured_in_processes_of_its_own(tmp_path):
+    shown = []
+    found = projects.measure(EXAMPLE, tmp_path, 1, shown.append, shown.append)
+    assert found["resumed"] == {"stock": False, "turbo": True}
+    assert found["fits"]["stock"][0]["digest"] == found["fits"]["turbo"][0]["digest"]
+    assert len(shown) == 8
+    with pytest.raises(BenchError, match=r"(?s)torch with stock Lightning ended with exit status 1:.*No module named"):
+        projects.Fits(dataclasses.replace(EXAMPLE, module="none.such"), tmp_path, print).whole("stock")
