@@ -493,8 +493,8 @@ class HalfCalls:
             raise AmpUsageError(
                 f"A call of {type(module).__name__} wrote to {name!r} of {type(part).__name__}, whose half copy ends "
                 "with the call. Write it outside of the call, for example in training_step before the network is "
-                f"called; or keep the module that writes it in float32: keep_fp32_modules=[{next(names, '')!r}] if it "
-                "writes its own."
+                "called. Only a module that computes it from no other module's weights, which are half in the call, "
+                f"can be kept in float32 instead: keep_fp32_modules=[{next(names, '')!r}]."
             )
 
     @_untraced
