@@ -690,7 +690,10 @@ def _go_on_in_epoch(fit: dict[str, Any]) -> None:
 
 
 def _make_validation(fit: dict[str, Any]) -> None:
-    """Write the counters of a validation that was left within its first batch: Lightning then makes it, whole."""
+    """Write the counters of a validation that was left within its first batch: Lightning then makes it, whole.
+
+    By ``total`` Lightning recognizes it, and counts that batch as begun twice. Nothing acts on this number later.
+    """
     progress = fit["epoch_loop.val_loop.batch_progress"]
     progress["is_last_batch"] = False
     before = max(0, progress["total"]["completed"] - progress["current"]["completed"])
