@@ -46,7 +46,8 @@ def test_a_system_without_proc_files_has_no_description(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(machine.Path, "read_text", fail)
-    assert (machine.computes_in_bfloat16(), machine.huge_pages()) == (None, None)
+    facts = machine.describe_machine("cpu")
+    assert (facts["bfloat16_instructions"], facts["transparent_huge_pages"]) == (None, None)
 
 
 @pytest.mark.parametrize(("answers", "commit"), [
