@@ -42,7 +42,7 @@ def test_a_system_without_a_load_value_has_no_load_line(monkeypatch):
 
 
 def test_a_system_without_proc_files_has_no_description(monkeypatch):
-    def fail(path):
+    def fail(*given, **more):
         raise PermissionError
 
     monkeypatch.setattr(machine.Path, "read_text", fail)
