@@ -11,8 +11,6 @@ import argparse
 import contextlib
 import functools
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clones import environment, extract
 from benchmarks.suite import BenchError
 from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import (
@@ -37,7 +36,6 @@ from lightning_turbo.measure import (
 
 __all__ = ["PROJECTS", "WAYS", "Project", "main", "measure", "page", "row"]
 
-ROOT = Path(__file__).parents[1]
 WAYS = {"stock": "stock Lightning", "turbo": 'strategy="turbo", Prefetch()'}
 COLUMNS = (
     "Project",
@@ -153,12 +151,7 @@ class Fits:
         """Yield a new folder with the part of the repository that the project needs."""
         with tempfile.TemporaryDirectory(prefix="project-", ignore_cleanup_errors=True) as name:
             if self.project.parts:
-                clone = self.repositories / Path(self.project.repository).name
-                archive = Path(name, "part.zip")
-                command = ["archive", "--format", "zip", "--output", str(archive), self.project.commit]
-                subprocess.run(["git", "-C", str(clone), *command, *self.project.parts], check=True)
-                shutil.unpack_archive(archive, name)
-                archive.unlink()
+                extract(self.repositories, self.project.repository, self.project.commit, self.project.parts, Path(name))
             yield Path(name)
 
     def run(self, way: str, folder: Path, *, stop: int | None = None, resume: Path | None = None) -> dict[str, Any]:
@@ -186,13 +179,11 @@ class Fits:
             "resume": None if resume is None else str(resume),
             "out": str(out),
         }
-        environment = {**os.environ, "MPLBACKEND": "Agg"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        if way == "turbo":
-            environment["PL_TRAINER_STRATEGY"] = "turbo"
+        strategy = {"PL_TRAINER_STRATEGY": "turbo"} if way == "turbo" else {}
         ended = subprocess.run(
             [sys.executable, "-m", "benchmarks.project_run", json.dumps(task)],
-            cwd=folder, env=environment, check=False, capture_output=True, text=True, errors="replace",
+            cwd=folder, env=environment(MPLBACKEND="Agg", **strategy), check=False, capture_output=True,
+            text=True, errors="replace",
         )  # fmt: skip
         if ended.returncode or not out.exists():
             end = "\n".join(ended.stderr.splitlines()[-8:])

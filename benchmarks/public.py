@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import words
+from benchmarks.clones import environment, extract
 from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import describe_machine, markdown_table, print_lines, three_digits
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "lightning", "torchvision", "hydra-core", "pyro-ppl", "gym")
 COLUMNS = (
     "Script",
@@ -231,17 +229,14 @@ def tune(script: Script, repositories: Path, folder: Path, out: Path, options: S
     Returns:
         The content of ``tune.json``, or an ``"error"``.
     """
-    clone = repositories / Path(script.repository).name
-    archive, part = folder / "part.zip", script.folder or str(Path(script.path).parent)
-    command = ["archive", "--format", "zip", "--output", str(archive), script.commit, part]
-    subprocess.run(["git", "-C", str(clone), *command], check=True)
-    shutil.unpack_archive(archive, folder)
+    part = script.folder or str(Path(script.path).parent)
+    extract(repositories, script.repository, script.commit, [part], folder)
     for name, write in script.data.items():
         write(folder / name)
-    environment = {**os.environ, **script.environment}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "lightning_turbo", "tune", *options]
-    ended = subprocess.run([*command, "--out", str(out), *script.command], cwd=folder, env=environment, check=False)
+    ended = subprocess.run(
+        [*command, "--out", str(out), *script.command], cwd=folder, env=environment(**script.environment), check=False
+    )
     if ended.returncode:
         (out / "tune.json").unlink(missing_ok=True)  # the results are not complete
         return {"error": f"tune ended with exit status {ended.returncode}"}
