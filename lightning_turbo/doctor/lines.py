@@ -18,7 +18,7 @@ SHOWN = 3
 OWN_SHARE = 0.1
 """Share of a function's time from which one of its lines is named."""
 WAITS = 0.1
-"""A line waits if the process computes for a smaller share of its time."""
+"""A line waits if the thread that runs it computes for a smaller share of its time."""
 ENOUGH = 0.02
 """Seconds of samples in ``self.log`` from which its share of a phase is known."""
 MOSTLY = 0.7

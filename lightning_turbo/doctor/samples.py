@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -73,7 +74,7 @@ class Sampler:
 
     def __init__(self, adopted: frozenset[str], base: FrameType | None, mark: Callable[[], int]) -> None:
         self.seconds: defaultdict[tuple[int, Line], float] = defaultdict(float)
-        self.computing: defaultdict[tuple[int, Line], float] = defaultdict(float)  # of these, CPU time
+        self.computing: defaultdict[tuple[int, Line], float] = defaultdict(float)  # of these, the thread's CPU time
         self.by_thread = False  # whether a thread looks, and not a signal
         self.is_started = False
         self.is_paused = False
@@ -82,6 +83,7 @@ class Sampler:
         self._base = base
         self._mark = mark
         self._thread = threading.get_ident()
+        self._cpu_time = _cpu_time_of(self._thread)
         self._before: Any = None  # the handler that was set before
         self._ends = threading.Event()
         self._looker: threading.Thread | None = None
@@ -91,7 +93,7 @@ class Sampler:
     def start(self) -> None:
         """Start."""
         self.is_started = True
-        self._last = (time.perf_counter(), time.process_time())
+        self._last = (time.perf_counter(), self._cpu_time())
         if _has_free_signal():
             self._before = signal.signal(signal.SIGALRM, self._on_signal)
             signal.siginterrupt(signal.SIGALRM, False)
@@ -121,7 +123,7 @@ class Sampler:
 
     def resume(self) -> None:
         """Count again, from now on."""
-        self._last = (time.perf_counter(), time.process_time())
+        self._last = (time.perf_counter(), self._cpu_time())
         self.is_paused = False
 
     def _is_mine(self) -> bool:
@@ -144,7 +146,7 @@ class Sampler:
                 self._count(frame)
 
     def _count(self, frame: FrameType | None) -> None:
-        now, cpu, last = time.perf_counter(), time.process_time(), self._last
+        now, cpu, last = time.perf_counter(), self._cpu_time(), self._last
         if not self.is_paused:
             line = self.find(frame)
             if not line.file and (other := self._line_of_a_thread(frame)) is not None:
@@ -153,7 +155,7 @@ class Sampler:
             self.seconds[key] += now - last[0]
             self.computing[key] += cpu - last[1]
         # What the sample itself has computed would make a line that sleeps look as if it computed.
-        self._last = (now, time.process_time())
+        self._last = (now, self._cpu_time())
 
     def _line_of_a_thread(self, frame: FrameType | None) -> Line | None:
         """Return the line of a thread that loads while this one waits for its batch, if one does."""
@@ -194,6 +196,16 @@ class Sampler:
             kind="library" if within == "metric" else _kind_of_call(called),
             in_network=within == "network",
         )
+
+
+def _cpu_time_of(thread: int) -> Callable[[], float]:
+    """Return a function that returns the CPU time of a thread of this process, in seconds; of the process on Windows.
+
+    Threads of OpenMP, which spin for a while after their work, would make a line that sleeps look as if it computed.
+    """
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.process_time
+    return partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
 
 def _has_free_signal() -> bool:

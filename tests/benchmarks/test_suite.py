@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import project_scripts
 from benchmarks.__main__ import PROGRAMS, main, parse
 from benchmarks.runner import Settings, differences
 from benchmarks.suite import SUITES, Aim, Case, Suite, load_suite
@@ -91,6 +92,9 @@ def test_every_command_of_a_page_is_valid(command, capsys):
         with pytest.raises(SystemExit) as ended:
             main([*arguments, "--help"])
         assert ended.value.code == 0
+        return
+    if command.startswith(f"-m {project_scripts.__name__} "):
+        assert arguments[0] in project_scripts.NAMES
         return
     asked = parse(arguments)
     for pattern in asked.only or ["*"]:

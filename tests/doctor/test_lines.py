@@ -65,7 +65,7 @@ def test_in_loading_and_hooks_torchs_work_is_a_cost_too():
 
 
 @pytest.mark.parametrize(("computing", "waits"), [(0.05, True), (0.3, False)])
-def test_a_line_waits_if_the_process_hardly_computes(computing, waits):
+def test_a_line_waits_if_its_thread_hardly_computes(computing, waits):
     (found,) = times({(1, line()): 1.0}, computing=computing)
     assert found.waits is waits
 

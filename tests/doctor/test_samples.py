@@ -1,5 +1,6 @@
 """Samples of the stack: the line that is running, whatever it calls, in this process, its threads and its workers."""
 
+import hashlib
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo.doctor import samples
+from lightning_turbo.doctor.lines import WAITS
 from lightning_turbo.doctor.samples import Line, Sampler, WorkerSamples
 from tests.integration.doctor_runs import trainer
 
@@ -63,12 +65,27 @@ def test_the_time_is_counted_for_the_line_that_runs(function):
     assert lines <= set(range(first, first + 5))
 
 
-def test_a_line_that_sleeps_computes_hardly_anything():
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_a_line_that_sleeps_computes_hardly_anything_though_other_threads_do(by_thread, monkeypatch):
+    monkeypatch.setattr(samples, "_has_free_signal", lambda free=samples._has_free_signal: not by_thread and free())
+    over = threading.Event()
+
+    def compute():
+        while not over.is_set():
+            hashlib.sha256(bytes(10_000_000))  # without the GIL
+
+    other = threading.Thread(target=compute)
+    other.start()
     shares = []
-    for function in (sleeps, slow_python):
-        sampler, _ = sampled(function)
-        shares.append(sum(sampler.computing.values()) / sum(sampler.seconds.values()))
-    assert shares[0] < shares[1]
+    try:
+        for function in (sleeps, slow_python):
+            sampler, _ = sampled(function)
+            assert sampler.by_thread is by_thread
+            shares.append(sum(sampler.computing.values()) / sum(sampler.seconds.values()))
+    finally:
+        over.set()
+        other.join()
+    assert shares[0] < min(WAITS, shares[1])
 
 
 def handler(*args):

@@ -41,18 +41,18 @@ def test_a_stack_with_only_library_frames_belongs_to_the_library():
 
 
 @pytest.mark.parametrize(("source", "line"), [
-    ("x = 1\nTrainer(detect_anomaly=True)", 2),
-    ("x = 1\nTrainer(**{'detect_anomaly': flag})", 2),
-    ("torch.autograd.set_detect_anomaly(True)", 1),
-    ("x = 1\n\nwith set_detect_anomaly(mode=on):\n    pass", 3),
-    ("Trainer(detect_anomaly=False)\nset_detect_anomaly(False)\nTrainer(detect_anomaly=1)", 3),
-    ("Trainer(detect_anomaly=False)", 0),
-    ("# Trainer(detect_anomaly=True)", 0),
-    ("def train(detect_anomaly: bool = False):\n    return Trainer(detect_anomaly=detect_anomaly)", 2),
-    ("from torch.autograd import set_detect_anomaly\nset_detect_anomaly(True)", 2),
+    ("x = 1\nTrainer(option=True)", 2),
+    ("x = 1\nTrainer(**{'option': flag})", 2),
+    ("torch.autograd.set_option(True)", 1),
+    ("x = 1\n\nwith set_option(mode=on):\n    pass", 3),
+    ("Trainer(option=False)\nset_option(False)\nTrainer(option=1)", 3),
+    ("Trainer(option=False)", 0),
+    ("# Trainer(option=True)", 0),
+    ("def train(option: bool = False):\n    return Trainer(option=option)", 2),
+    ("from torch.autograd import set_option\nset_option(True)", 2),
 ])  # fmt: skip
 def test_the_line_that_sets_an_option_is_found(source, line):
-    assert _find_setting(source, "(set_)?detect_anomaly") == line
+    assert _find_setting(source, "(set_)?option") == line
 
 
 def test_an_option_that_no_user_file_sets_has_no_line():

@@ -159,7 +159,7 @@ def events_of_main(task, *orders, ends_input=lambda: True):
                 pass
 
     def run_main():
-        for name, flags, standard in (("orders", os.O_RDONLY, 0), ("events", os.O_WRONLY | os.O_CREAT, 1)):
+        for name, flags, standard in (("orders", os.O_RDONLY, 0), ("events", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 1)):
             os.dup2(os.open(name, flags), standard)
         worker.main()
         os._exit(0)
