@@ -10,11 +10,13 @@ import hashlib
 import importlib
 import inspect
 import json
+import multiprocessing
 import os
 import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,25 @@ import numpy as np
 import torch
 
 from lightning_turbo._lightning import Callback
-from lightning_turbo.callbacks import Prefetch
 from lightning_turbo.doctor.script import run_program
+from lightning_turbo.tune.probe import apply_settings, trainer_in_construction
 
 __all__ = ["Watch", "clock", "digest", "main", "resume_from"]
 
 
 def clock() -> dict[str, float]:
-    """Return the processor time of this process, its threads and its ended children, and the time of the wall."""
-    return {"processor": sum(os.times()[:4]), "wall": time.perf_counter()}
+    """Return the processor time of this process, its threads and its children, and the time of the wall."""
+    living = sum(map(_seconds_of, multiprocessing.active_children()))
+    return {"processor": sum(os.times()[:4]) + living, "wall": time.perf_counter()}
+
+
+def _seconds_of(child: BaseProcess) -> float:
+    """Return the processor time of a child that lives, such as a worker of a loader; 0 where the system has none."""
+    try:
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def digest(weights: Mapping[str, Any]) -> str:
@@ -101,7 +113,6 @@ class Watch(Callback):
             "digest": digest(pl_module.state_dict()),
             "steps": trainer.global_step,
             "epochs": trainer.current_epoch,
-            "batches": int(trainer.num_training_batches),
         }
         Path(self.task["out"]).write_text(json.dumps(found))
 
@@ -129,8 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed(0)
     program, *argv = task["program"]
     watch = Watch(task)
-    added = [Prefetch()] if task["prefetch"] else []
-    return run_program(program, argv, lambda: [*added, watch], module=True).status
+
+    def callbacks() -> list[Callback]:
+        return [*apply_settings(trainer_in_construction(), task["settings"]), watch]
+
+    return run_program(program, argv, callbacks, module=True).status
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["chemprop", "main", "scvi", "stallion"]
+__all__ = ["chemprop", "gluonts", "l7irish", "main", "scvi", "stallion", "torchgeo"]
 
 
 def _of(name: str) -> Any:
@@ -52,13 +53,41 @@ def scvi() -> None:
     model(data).train(max_epochs=10, accelerator="cpu", check_val_every_n_epoch=1)
 
 
-NAMES = {"chemprop": chemprop, "scvi": scvi, "stallion": stallion}
+def l7irish() -> None:
+    """Make the scenes of torchgeo's ``L7Irish`` with its own script, of 384 pixels in place of 36."""
+    folder = Path("tests/data/l7irish")
+    spec = importlib.util.spec_from_file_location("data", folder / "data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.SIZE = 384
+    script.create_directory(str(folder), script.filenames)
+
+
+def torchgeo() -> None:
+    """Run torchgeo's command line, with the arguments of this process."""
+    _of("torchgeo.main").main()
+
+
+def gluonts() -> None:
+    """Train GluonTS' ``SimpleFeedForwardEstimator`` on 100 of its artificial series, in the precision of a network."""
+    data = _of("gluonts.dataset.artificial").ComplexSeasonalTimeSeries(num_series=100)
+    meta, listed = data.metadata, _of("gluonts.dataset.common").ListDataset
+    train, validation = (listed(list(part), freq=meta.freq) for part in (data.train, data.test))
+    estimator = _of("gluonts.torch").SimpleFeedForwardEstimator(
+        prediction_length=meta.prediction_length, trainer_kwargs={"max_epochs": 20, "accelerator": "cpu"}
+    )
+    estimator.train(train, validation)
+
+
+PROGRAMS = (chemprop, gluonts, l7irish, scvi, stallion, torchgeo)
 
 
 def main() -> None:
     """Run the function that the command line names, with the arguments behind its name."""
     name = sys.argv.pop(1)
-    NAMES[name]()
+    next(program for program in PROGRAMS if program.__name__ == name)()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """``python -m benchmarks projects``: whole fits of public projects, as they are and with this package.
 
 Each project is installed from the package index. Its scripts and data come from a clone of its repository in the folder
-``--repositories``; a fit runs in an empty folder with a copy of the part that it needs. The fits of stock Lightning and
-of ``strategy="turbo"`` with ``Prefetch()`` take turns. Then each is stopped after a step in the middle and resumed.
+``--repositories``; a fit runs in an empty folder with a copy of the part that it needs. ``lightning-turbo tune`` looks
+at the script once. The fits of stock Lightning, of ``strategy="turbo"`` with ``Prefetch()`` and of what ``tune``
+recommends, if anything, take turns. Then each is stopped after a step in the middle and resumed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import statistics
@@ -27,16 +29,18 @@ from lightning_turbo._optional import installed_version
 from lightning_turbo.measure import (
     OtherLoad,
     Progress,
+    count_cores,
     describe_machine,
     markdown_table,
     print_lines,
     three_digits,
     write_json,
 )
+from lightning_turbo.tune.candidates import Settings, combine, list_candidates
 
 __all__ = ["PROJECTS", "WAYS", "Project", "main", "measure", "page", "row"]
 
-WAYS = {"stock": "stock Lightning", "turbo": 'strategy="turbo", Prefetch()'}
+WAYS = {"stock": "stock Lightning", "turbo": 'strategy="turbo", Prefetch()', "tune": "tune"}
 COLUMNS = (
     "Project",
     "With",
@@ -45,12 +49,14 @@ COLUMNS = (
     "Training, s",
     "A step, ms",
     "Validation, s",
-    "Whole by the wall, s",
     "Times as fast (lowest and highest pair)",
+    "Processor, s",
+    "By the processor",
     "Score",
     "Same weights as stock",
     "Resumed equal",
 )
+SAID = ("Project", "Minutes", "What `tune` said")
 SOURCES = ("Project", "Trains", "From", "License", "Data", "Cut", "Steps")
 
 
@@ -70,6 +76,7 @@ class Project:
         cut: What differs from the script of the project, in words.
         module: Name of the module to run.
         arguments: Arguments of the module.
+        prepare: Arguments of ``benchmarks.project_scripts`` that make its data, in the folder of the fit.
         score: Metric of the validation that the table shows.
         max_epochs: Replaces that of the Trainer, if it is not ``None``.
     """
@@ -85,12 +92,16 @@ class Project:
     cut: str
     module: str = "benchmarks.project_scripts"
     arguments: tuple[str, ...]
+    prepare: tuple[str, ...] = ()
     score: str
     max_epochs: int | None = None
 
 
 DATA = "tests/data/regression/mol/mol.csv"
 CHEMPROP = f"train -i {DATA} -t regression --epochs 20 --accelerator cpu -n 0 --pytorch-seed 0 -o out"
+L7IRISH = ("tests/conf/l7irish.yaml", "tests/data/l7irish/data.py")
+TORCHGEO = f"fit --config {L7IRISH[0]} --data.batch_size 8 --data.patch_size 64 --data.length 120"
+TORCHGEO += " --trainer.max_epochs 2 --trainer.accelerator cpu"
 PROJECTS = {
     "pytorch-forecasting": Project(
         package="pytorch-forecasting",
@@ -129,6 +140,30 @@ PROJECTS = {
         arguments=("chemprop", *CHEMPROP.split()),
         score="val_loss",
     ),
+    "torchgeo": Project(
+        package="torchgeo",
+        repository="torchgeo/torchgeo",
+        commit="65507dcbc4a51fdb49940508de77a5d5e2327eb3",
+        parts=L7IRISH,
+        license="MIT",
+        trains=f"a U-Net that finds clouds: `torchgeo fit --config {L7IRISH[0]}`",
+        data=f"five random Landsat scenes in GeoTIFF, by `{L7IRISH[1]}`",
+        cut="scenes of 384 pixels in place of 36; batches of 8 chips of 64 pixels in place of one of 32, 15 an epoch; "
+        "2 epochs",
+        prepare=("l7irish",),
+        arguments=("torchgeo", *TORCHGEO.split()),
+        score="val_MulticlassAccuracy",  # its loss is NaN: the last chip lies outside of the scene
+    ),
+    "gluonts": Project(
+        package="gluonts",
+        repository="awslabs/gluonts",
+        license="Apache-2.0",
+        trains="a feed-forward network of time series: `SimpleFeedForwardEstimator(...).train(data)`",
+        data="synthetic, by its own `ComplexSeasonalTimeSeries`: 100 series",
+        cut="20 epochs of 50 batches, each with a validation",
+        arguments=("gluonts",),
+        score="val_loss",
+    ),
 }
 
 
@@ -140,19 +175,49 @@ class Fits:
         project: The project.
         repositories: Folder with the clones.
         show: Told what runs.
+        recommended: Names of the settings that ``tune`` recommends.
     """
 
     project: Project
     repositories: Path
     show: Callable[[str], None]
+    recommended: Sequence[str] = ()
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
-        """Yield a new folder with the part of the repository that the project needs."""
+        """Yield a new folder with the part of the repository that the project needs, and the data that it makes."""
         with tempfile.TemporaryDirectory(prefix="project-", ignore_cleanup_errors=True) as name:
             if self.project.parts:
                 extract(self.repositories, self.project.repository, self.project.commit, self.project.parts, Path(name))
+            if self.project.prepare:
+                self._python("benchmarks.project_scripts", self.project.prepare, Path(name))
             yield Path(name)
+
+    def _python(self, module: str, arguments: Sequence[str], folder: Path, **variables: str) -> None:
+        """Run a module in a folder; an error has the end of its output."""
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=folder, env=environment(MPLBACKEND="Agg", **variables), check=False, capture_output=True,
+            text=True, errors="replace",
+        )  # fmt: skip
+        if ended.returncode:
+            end = "\n".join(ended.stderr.splitlines()[-8:])
+            raise BenchError(f"{self.project.package}: {module} ended with exit status {ended.returncode}:\n{end}")
+
+    def tune(self, minutes: float) -> dict[str, Any]:
+        """Run ``lightning-turbo tune`` on the script, and return what the page shows of its ``tune.json``."""
+        self.show(f"{self.project.package}: tune, {minutes:g} minutes")
+        program = ["-m", self.project.module, *self.project.arguments]
+        with self.folder() as folder, tempfile.TemporaryDirectory() as out:
+            self._python("lightning_turbo", ["tune", "--minutes", str(minutes), "--out", out, *program], folder)
+            said = json.loads(Path(out, "tune.json").read_text())
+        return {"minutes": minutes, "settings": said["chosen"]["settings"], "verdict": said["verdict"]}
+
+    def settings(self, way: str) -> Settings:
+        """Return the settings of a way beside its strategy."""
+        if way == "tune":
+            return combine(each for each in list_candidates(count_cores()) if each.name in self.recommended)
+        return Settings(callbacks={"Prefetch": {}}) if way == "turbo" else Settings()
 
     def run(self, way: str, folder: Path, *, stop: int | None = None, resume: Path | None = None) -> dict[str, Any]:
         """Run a fit in a folder.
@@ -170,9 +235,10 @@ class Fits:
             BenchError: If the process failed; the message has the end of its output.
         """
         project, out = self.project, folder / ("fit.json" if stop is None else "fit.ckpt")
+        settings = self.settings(way)
         task = {
             "program": [project.module, *project.arguments],
-            "prefetch": way == "turbo",
+            "settings": dataclasses.asdict(settings),
             "score": project.score,
             "max_epochs": project.max_epochs,
             "stop": stop,
@@ -180,14 +246,9 @@ class Fits:
             "out": str(out),
         }
         strategy = {"PL_TRAINER_STRATEGY": "turbo"} if way == "turbo" else {}
-        ended = subprocess.run(
-            [sys.executable, "-m", "benchmarks.project_run", json.dumps(task)],
-            cwd=folder, env=environment(MPLBACKEND="Agg", **strategy), check=False, capture_output=True,
-            text=True, errors="replace",
-        )  # fmt: skip
-        if ended.returncode or not out.exists():
-            end = "\n".join(ended.stderr.splitlines()[-8:])
-            raise BenchError(f"{project.package} with {WAYS[way]} ended with exit status {ended.returncode}:\n{end}")
+        self._python("benchmarks.project_run", [json.dumps(task)], folder, **strategy, **settings.environment)
+        if not out.exists():
+            raise BenchError(f"{project.package}: expected that its script calls fit; it ended without, {WAYS[way]}")
         return {} if stop is not None else json.loads(out.read_text())
 
     def whole(self, way: str) -> dict[str, Any]:
@@ -199,7 +260,7 @@ class Fits:
     def resumed(self, way: str, whole: Mapping[str, Any]) -> bool:
         """Stop a fit in the middle, resume it, and return whether its weights equal those of a whole fit."""
         stop = whole["steps"] // 2
-        stop += stop % whole["batches"] == 0  # not at the border of an epoch, if it has several batches
+        stop += stop % (whole["steps"] // whole["epochs"]) == 0  # not at the border of an epoch, if it has several
         self.show(f"{self.project.package}: stopped after step {stop} and resumed, {WAYS[way]}")
         with self.folder() as first, self.folder() as second:
             self.run(way, first, stop=stop)
@@ -210,76 +271,98 @@ def measure(
     project: Project,
     repositories: Path,
     rounds: int,
+    minutes: float,
     show: Callable[[str], None],
     save: Callable[[dict[str, Any]], object],
     former: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run the whole fits of a project in turns, then one of each way that is stopped and resumed.
+    """Ask ``tune``, run the whole fits of a project in turns, then one of each way that is stopped and resumed.
 
     Args:
         project: The project.
         repositories: Folder with the clones.
         rounds: Whole fits of each way.
+        minutes: Time of ``tune``.
         show: Told what runs.
         save: Called with the results so far after each fit.
         former: Results to go on from.
 
     Returns:
-        The fits and the answers by the names of the ways, and how many cores other programs used during each.
+        What ``tune`` said, the fits and the answers by the names of the ways, and how many cores other programs used
+        during each. Where ``tune`` recommends nothing, there are no fits of that way.
     """
     fits = Fits(project, repositories, show)
     found: dict[str, Any] = {"fits": {way: [] for way in WAYS}, "resumed": {}, "other_cores": [], **(former or {})}
     found |= {"version": installed_version(project.package), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
     found["commit"] = describe_machine("cpu")["commit"]
+    if "tune" not in found:
+        found["tune"] = fits.tune(minutes)
+        save(found)
+    fits.recommended = found["tune"]["settings"]
+    ways = [way for way in WAYS if way != "tune" or fits.recommended]
     for number in range(rounds):
-        for way in (WAYS, reversed(WAYS))[number % 2]:
+        for way in (ways, reversed(ways))[number % 2]:
             if len(found["fits"][way]) <= number:
                 load = OtherLoad()
                 found["fits"][way].append(fits.whole(way))
                 found["other_cores"].append(load.cores())
                 save(found)
-    for way in WAYS:
+    for way in ways:
         if way not in found["resumed"]:
             found["resumed"][way] = fits.resumed(way, found["fits"][way][0])
             save(found)
     return found
 
 
-def _median(fits: Sequence[Mapping[str, Any]], part: str, clock: str = "processor") -> float:
+def _median(fits: Sequence[Mapping[str, Any]], part: str, clock: str = "wall") -> float:
     return statistics.median(fit[part][clock] for fit in fits)
 
 
-def quotients(results: Mapping[str, Any], way: str) -> list[float]:
-    """Return how many times as fast the fits of a way were as stock Lightning's beside them, by processor time."""
+def quotients(results: Mapping[str, Any], way: str, clock: str) -> list[float]:
+    """Return the time of stock Lightning's fits divided by that of the fits of a way beside them."""
     pairs = zip(results["fits"]["stock"], results["fits"][way], strict=True)
-    return [stock["whole"]["processor"] / fit["whole"]["processor"] for stock, fit in pairs]
+    return [stock["whole"][clock] / fit["whole"][clock] for stock, fit in pairs]
+
+
+def _factors(results: Mapping[str, Any], way: str, clock: str) -> str:
+    factors = quotients(results, way, clock)
+    return "" if way == "stock" else f"{statistics.median(factors):.2f} ({min(factors):.2f}-{max(factors):.2f})"
 
 
 def row(name: str, results: Mapping[str, Any], way: str) -> list[str]:
     """Return the cells of a project and a way in the first table."""
     fits, stock = results["fits"][way], results["fits"]["stock"][0]
-    whole, validation = _median(fits, "whole"), _median(fits, "validation")
-    training = statistics.median(fit["whole"]["processor"] - fit["validation"]["processor"] for fit in fits)
-    factors, score = quotients(results, way), fits[0]["score"]
+    recommended = " + ".join(results["tune"]["settings"]) or "nothing recommended"
+    label = f"`tune`: {recommended}" if way == "tune" else WAYS[way]
+    if not fits:
+        return [name, label, *[""] * (len(COLUMNS) - 2)]
+    training = statistics.median(fit["whole"]["wall"] - fit["validation"]["wall"] for fit in fits)
+    score = fits[0]["score"]
     same = all(fit["digest"] == stock["digest"] for fit in fits)
     return [
         name,
-        WAYS[way],
+        label,
         str(len(fits)),
-        three_digits(whole),
+        three_digits(_median(fits, "whole")),
         three_digits(training),
         three_digits(1e3 * training / stock["steps"]),
-        three_digits(validation),
-        three_digits(_median(fits, "whole", "wall")),
-        "" if way == "stock" else f"{statistics.median(factors):.2f} ({min(factors):.2f}-{max(factors):.2f})",
+        three_digits(_median(fits, "validation")),
+        _factors(results, way, "wall"),
+        three_digits(_median(fits, "whole", "processor")),
+        _factors(results, way, "processor"),
         "" if score is None else f"{score:.5g}",
         "yes" if same else "no",
         {True: "yes", False: "no"}.get(results["resumed"].get(way), "not measured"),
     ]
 
 
+def said(name: str, results: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a project in the second table: what ``lightning-turbo tune`` said of its script."""
+    return [name, f"{results['tune']['minutes']:g}", results["tune"]["verdict"]]
+
+
 def source(name: str, results: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a project in the second table: where it comes from, and what was cut."""
+    """Return the cells of a project in the third table: where it comes from, and what was cut."""
     project = PROJECTS[name]
     link = f"https://github.com/{project.repository}" + (f"/tree/{project.commit}" if project.commit else "")
     label = f"{project.package} {results['version']}" + (f", files at {project.commit[:7]}" if project.commit else "")
@@ -297,21 +380,24 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     loads = [cores for each in results.values() for cores in each["other_cores"] if cores is not None]
     dates = sorted({each["date"] for each in results.values()})
     commits = sorted({(each["commit"] or "unknown")[:8] for each in results.values()})
+    options = f"--rounds {rounds} --minutes {max(each['tune']['minutes'] for each in results.values()):g}"
     only = "" if len(results) == len(PROJECTS) else f" --only {' '.join(results)}"
     versions = [f"{name} {found}" for name in ("torch", "lightning") if (found := installed_version(name))]
     busy = f"Other programs used {min(loads):.1f} to {max(loads):.1f} cores meanwhile." if loads else ""
     return [
         "# Public projects: whole fits as they are, and with this package\n",
-        f"Command, on {' and '.join(dates)}: `python -m benchmarks projects --rounds {rounds}{only}`.",
+        f"Command, on {' and '.join(dates)}: `python -m benchmarks projects {options}{only}`.",
         f"{facts['processor']} ({facts['cpu_capability']}), {facts['cores']} cores, {', '.join(versions)},",
         f"commit {' and '.join(commits)}, {_set_variables(facts)}. {busy}",
-        "Seconds are of processor time, with threads, because it is that which other programs change least; the column",
-        "by the wall shows what they did to it. Fits take turns; each cell is their median.\n",
+        "Fits take turns; each cell is their median. The processor's seconds are those of all threads and processes of",
+        "a fit: other programs change them less, and what overlaps does not shorten them.\n",
         *markdown_table(COLUMNS, [row(name, each, way) for name, each in results.items() for way in WAYS]),
         "\nWhole: from `setup` to the end of `fit`. Training: all of it but the validations. Same weights: the bytes",
         "of all weights after the fit equal those of stock Lightning's first fit, in all fits. Resumed equal: in a new",
         "process a fit went on from the checkpoint of a process that ended after a step in the middle of an epoch, and",
         "its weights at the end equal those of the fit that never stopped.\n",
+        *markdown_table(SAID, [said(name, each) for name, each in results.items()]),
+        "",
         *markdown_table(SOURCES, [source(name, each) for name, each in results.items()]),
     ]
 
@@ -334,11 +420,12 @@ def _check(names: Sequence[str], repositories: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the projects, and print two tables."""
+    """Measure the projects, and print three tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks projects", description="Whole fits of public projects.")
     add = parser.add_argument
     add("--repositories", type=Path, default=Path("runs/repositories"), help="folder with the clones")
     add("--rounds", type=int, default=3, help="whole fits of each way (default: 3)")
+    add("--minutes", type=float, default=5, help="time of tune, which each script gets once (default: 5)")
     add("--only", nargs="+", choices=list(PROJECTS), default=list(PROJECTS), help="projects (default: all)")
     add("--out", type=Path, default=Path("runs/projects"), help="folder of the results (default: runs/projects)")
     add("--resume", action="store_true", help="keep the fits in --out, and make those that lack")
@@ -355,7 +442,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.show(f"{place}: {text}")
 
             save = functools.partial(write_json, path=file)
-            found[name] = measure(PROJECTS[name], options.repositories.absolute(), options.rounds, show, save, former)
+            found[name] = measure(
+                PROJECTS[name], options.repositories.absolute(), options.rounds, options.minutes, show, save, former
+            )
     print_lines(*page(found))
     if options.page is not None:
         options.page.write_text("\n".join([*page(found), ""]))

@@ -31,7 +31,15 @@ from lightning_turbo.measure import RoundTimer
 from lightning_turbo.tune.endless import Endless
 from lightning_turbo.tune.muted import Muted
 
-__all__ = ["LookingProbe", "Probe", "change_loader", "look_of", "period_of", "trainer_in_construction"]
+__all__ = [
+    "LookingProbe",
+    "Probe",
+    "apply_settings",
+    "change_loader",
+    "look_of",
+    "period_of",
+    "trainer_in_construction",
+]
 
 STRATEGIES = ("SingleDeviceStrategy", "TurboStrategy", "DDPStrategy")
 REPLACED = ("SingleDeviceStrategy", "DDPStrategy")  # the strategies in whose place another one may be put
@@ -91,16 +99,7 @@ class Probe(Callback):
         if name not in STRATEGIES or devices != 1:
             expected = "one device with the default strategy, 'turbo' or 'ddp'"
             self.refuse(f"its Trainer has strategy {name} and {devices} devices; expected {expected}.")
-        if settings["strategy"]:
-            place = {"accelerator": old.accelerator, "device": old.root_device}
-            new = lightning_turbo.TurboStrategy(**place, **settings["strategy"])
-            new.precision_plugin = old.precision_plugin
-            replace_strategy(trainer, new)
-        strategy = trainer.strategy
-        if settings["precision"]:
-            strategy.precision_plugin = MixedPrecision(settings["precision"], strategy.root_device.type)
-        if settings["opt_level"]:
-            strategy.precision_plugin = lightning_turbo.ApexAMP(settings["opt_level"])
+        made = apply_settings(trainer, settings)
 
         def begin(set_up: Callable[[], None]) -> None:
             # A learning rate search runs without the script's callbacks, and without the probe.
@@ -109,14 +108,7 @@ class Probe(Callback):
                 self.begin(trainer)
             set_up()
 
-        ReplacedMethod(strategy, "setup_environment", begin)  # a run calls this first
-        if settings["loader"]:
-
-            def process(given: Callable[[Any], Any], loader: Any) -> Any:
-                return given(change_loader(loader, settings["loader"]))
-
-            ReplacedMethod(strategy, "process_dataloader", process)
-        made = [getattr(lightning_turbo, name)(**given) for name, given in settings["callbacks"].items()]
+        ReplacedMethod(trainer.strategy, "setup_environment", begin)  # a run calls this first
         return [*made, self]
 
     def begin(self, trainer: Any) -> None:
@@ -254,6 +246,36 @@ def _lacks(trainer: Any, facts: Facts) -> list[str]:
         "cpu": not facts.cuda,
     }
     return [need for need, there in has.items() if not there]
+
+
+def apply_settings(trainer: Any, settings: Mapping[str, Any]) -> list[Callback]:
+    """Apply settings to a Trainer under construction, as its arguments would be.
+
+    Args:
+        trainer: The Trainer.
+        settings: Fields of ``candidates.Settings`` with their values; the environment is not for this function.
+
+    Returns:
+        The callbacks to add to it.
+    """
+    old = trainer.strategy
+    if settings["strategy"]:
+        place = {"accelerator": old.accelerator, "device": old.root_device}
+        new = lightning_turbo.TurboStrategy(**place, **settings["strategy"])
+        new.precision_plugin = old.precision_plugin
+        replace_strategy(trainer, new)
+    strategy = trainer.strategy
+    if settings["precision"]:
+        strategy.precision_plugin = MixedPrecision(settings["precision"], strategy.root_device.type)
+    if settings["opt_level"]:
+        strategy.precision_plugin = lightning_turbo.ApexAMP(settings["opt_level"])
+    if settings["loader"]:
+
+        def process(given: Callable[[Any], Any], loader: Any) -> Any:
+            return given(change_loader(loader, settings["loader"]))
+
+        ReplacedMethod(strategy, "process_dataloader", process)
+    return [getattr(lightning_turbo, name)(**given) for name, given in settings["callbacks"].items()]
 
 
 def change_loader(loader: Any, settings: Mapping[str, Any]) -> Any:
