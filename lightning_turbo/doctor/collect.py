@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from lightning_turbo._machine import count_cores
 from lightning_turbo._trainer import owner_of_training_data
 from lightning_turbo.doctor.facts import Loader, OptimizerFacts, Part, RunSettings, SchedulerFacts, Site
-from lightning_turbo.doctor.loaders import describe_loader
+from lightning_turbo.doctor.loaders import Draws, describe_loader
 from lightning_turbo.doctor.source import Sources
 from lightning_turbo.nn.memory_format import LAST
 
@@ -64,14 +64,14 @@ def run_facts(trainer: Any) -> RunSettings:
     )
 
 
-def loader_facts(trainer: Any, sources: Sources, fit: Site | None = None, draws: str = "") -> Loader:
+def loader_facts(trainer: Any, sources: Sources, draws: Draws, fit: Site | None = None) -> Loader:
     """Return the facts about the training loader.
 
     Args:
         trainer: The Trainer.
         sources: Finds the line that creates the loader.
+        draws: What was seen of the steps.
         fit: The line that started the run, in case the loader was created elsewhere.
-        draws: Who was seen to draw random numbers, as a clause.
     """
     loader: Any = trainer.train_dataloader
     names = ("DataLoader", type(loader).__name__)

@@ -75,6 +75,7 @@ class Loader:
     sharded: bool | None = None  # whether each rank sees its own part of the data; None if unknown
     iterable_dataset: bool = False
     draws: str = ""  # whether loading in this process or the step draws random numbers, as a clause
+    loading_draws: bool = False  # whether it is loading that draws, from generators that nobody seeds for each sample
     copied_generators: tuple[str, ...] = ()  # generators of the dataset with the same state in every worker
     site: Site | None = None
 

@@ -21,13 +21,13 @@ TRANSFORMS = ("transform", "transforms", "target_transform")
 GENERATORS = (np.random.Generator, np.random.RandomState, torch.Generator, random.Random)
 
 
-def describe_loader(loader: Any, site: Site | None = None, draws: str = "") -> Loader:
+def describe_loader(loader: Any, site: Site | None = None, draws: Draws | None = None) -> Loader:
     """Return the facts about a loader; none for ``None`` and for several loaders.
 
     Args:
         loader: The loader.
         site: The line that creates it.
-        draws: Who was seen to draw from what, as a clause.
+        draws: What was seen of its steps.
     """
     if loader is None or isinstance(loader, (list, tuple, dict)):
         return Loader()
@@ -39,7 +39,8 @@ def describe_loader(loader: Any, site: Site | None = None, draws: str = "") -> L
         sharded=_sharded(inner),
         iterable_dataset=isinstance(dataset, IterableDataset),
         site=site,
-        draws=draws,
+        draws=draws.drew if draws is not None else "",
+        loading_draws=draws is not None and draws.loading,
         **(_standard_facts(loader) if isinstance(loader, DataLoader) else {}),
     )
 
@@ -59,10 +60,12 @@ class Draws:
 
     Attributes:
         drew: Who drew from what, as a clause; empty if nobody did.
+        loading: Whether loading drew, from generators that nobody seeds for each sample.
     """
 
     def __init__(self) -> None:
         self.drew = ""
+        self.loading = False
         self._watch: GeneratorWatch | None = None
         self._states: dict[str, Any] | None = None  # of the global generators as the step began
 
@@ -81,6 +84,7 @@ class Draws:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__()
+            self.loading = bool(watch.found)
             self.drew = f"loading {watch.found}" if watch.found else ""
             self._states = shared_state()
 

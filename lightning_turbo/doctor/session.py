@@ -211,7 +211,7 @@ class Session(Listener):
         logging = logging_of(self.sampler.seconds, marks, self.plan.samples)
         phases = _move(phases_of(steps), logging)
         batch = self.batch or collect.BatchFacts()
-        loader = collect.loader_facts(trainer, sources, self.fit, self.draws.drew)
+        loader = collect.loader_facts(trainer, sources, self.draws, self.fit)
         seconds = sum(phases.values())
         lines = self._lines(marks, len(counts), phases.get("data", 0.0))
         return Facts(

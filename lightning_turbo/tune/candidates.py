@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_turbo.errors import TurboError
 
-__all__ = ["SMALL_SHARE", "Candidate", "Look", "Settings", "combine", "list_candidates", "saving", "select", "why_not"]
+__all__ = [
+    "SMALL_SHARE",
+    "Candidate",
+    "Look",
+    "Settings",
+    "combine",
+    "list_candidates",
+    "result_of",
+    "saving",
+    "select",
+    "why_not",
+]
 
-Result = Literal["same bits", "rounding", "other maths"]
+Result = Literal["same bits", "same bits if loading draws nothing", "rounding", "other maths"]
 SMALL_SHARE = 0.03  # share of a step; candidates for a part that takes less are not tried
 LITTLE = f"less than {100 * SMALL_SHARE:g} % of a step"
 SHORT_EPOCH = 200  # in batches; starting a worker process takes as long as some steps
@@ -26,6 +37,7 @@ class Look:
     lacks: Sequence[str] = ()  # keys of NEEDS that script or machine do not fulfil
     accumulate: int = 1  # batches per optimizer step
     workers: int = 0  # of the training loader
+    draws: bool | None = False  # whether loading draws random numbers; ``None`` in worker processes, where nobody looks
     batches: int | None = None  # of an epoch; ``None`` if Lightning does not know, and none ended
     period: int | None = None  # batches until training and validation repeat themselves: one epoch, or several
     seconds: float = 0.0  # of a period
@@ -113,6 +125,17 @@ class Candidate(Settings):
     def kind(self) -> str:
         """Its slot or, without one, its name; at most one candidate of a kind is chosen."""
         return self.slot or self.name
+
+
+def result_of(candidate: Candidate, look: Look) -> Result:
+    """Return the possible effect of a candidate on the result of a script.
+
+    Each worker process draws other random numbers.
+    """
+    if look.draws is False or "num_workers" not in candidate.loader:
+        return candidate.result
+    drawn: Result = "other maths" if look.draws else "same bits if loading draws nothing"
+    return max(candidate.result, drawn, key=get_args(Result).index)
 
 
 def why_not(candidate: Candidate, look: Look) -> str:

@@ -195,6 +195,7 @@ def look_of(trainer: Any, facts: Facts) -> dict[str, Any]:
         "lacks": _lacks(trainer, facts),
         "accumulate": int(run.accumulate),
         "workers": facts.loader.workers,
+        "draws": None if facts.loader.workers else facts.loader.loading_draws,
         "batches": batches,
         "period": period,
         "seconds": 0.0 if period is None or batches is None else _seconds(facts, batches, period),

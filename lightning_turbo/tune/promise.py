@@ -11,7 +11,18 @@ from typing import Any
 from lightning_turbo.measure import interval_of, three_digits
 from lightning_turbo.tune.candidates import Look
 
-__all__ = ["ACCEPTED", "FEWEST", "MOST", "Promise", "Stretch", "describe_epoch", "plan", "ratio_of", "screening"]
+__all__ = [
+    "ACCEPTED",
+    "FEWEST",
+    "MOST",
+    "Promise",
+    "Stretch",
+    "describe_epoch",
+    "minutes_for",
+    "plan",
+    "ratio_of",
+    "screening",
+]
 
 FEWEST, MOST = 4, 10  # pairs of processes; the number is fixed before the first one
 ACCEPTED = 3  # pairs that count if the time was over before the last one
@@ -36,9 +47,13 @@ class Stretch:
         each, more = divmod(self.steps, self.turns)
         return [each + (turn < more) for turn in range(self.turns)]
 
+    @property
+    def what(self) -> str:
+        """What is trained, in words."""
+        return "whole epochs with their validation" if self.is_whole else f"stretches of {self.steps} equal steps"
+
     def __str__(self) -> str:
-        what = "whole epochs with their validation" if self.is_whole else f"stretches of {self.steps} equal steps"
-        return f"{self.pairs} pairs of {what}"
+        return f"{self.pairs} pairs of {self.what}"
 
 
 def screening(look: Look) -> Stretch:
@@ -82,14 +97,23 @@ def describe_epoch(look: Look, stretch: Stretch, minutes: float, start: float) -
         )
     what = "with its validation" if look.is_seen else "without its validation, which was not seen,"
     text = f"A whole epoch {what} takes about {three_digits(look.seconds)} s ({look.period} batches)"
+    needed, epochs = minutes_for(look, stretch, start), minutes_for(look, Stretch(steps=look.period), start)
+    whole = f"whole epochs need --minutes {math.ceil(epochs)}"
+    # A stretch is as long as there is time for, to the last step.
+    if needed > minutes + 0.1:
+        least = "" if stretch.is_whole else f"{stretch.what} need --minutes {math.ceil(needed)}, "
+        return f"{text}: {minutes:.3g} minutes may not be enough to promise anything; {least}{whole}."
     if stretch.is_whole:
         return f"{text}: the promise will be of whole epochs."
-    # Half of the time is for the screening.
-    needed = math.ceil(2 * 2 * FEWEST * (start + look.seconds) / 60)
     return (
         f"{text}: the promise will be of stretches of {stretch.steps} steps, as {minutes:.3g} minutes are not enough "
-        f"for whole epochs; those need --minutes {needed}."
+        f"for more; {whole}."
     )
+
+
+def minutes_for(look: Look, stretch: Stretch, start: float) -> float:
+    """Return the ``--minutes`` in which there is time for the pairs of a promise, and as much for the screening."""
+    return 2 * 2 * FEWEST * (start + stretch.steps * look.pace) / 60
 
 
 def ratio_of(row: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:

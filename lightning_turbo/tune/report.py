@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_turbo._files import whole_file
 from lightning_turbo.doctor.timeline import PHASES
 from lightning_turbo.measure import count_cores, describe_machine, markdown_table, three_digits, write_json
-from lightning_turbo.tune.candidates import Look, Settings, combine
-from lightning_turbo.tune.promise import ACCEPTED
+from lightning_turbo.tune.candidates import Look, Result, Settings, combine
+from lightning_turbo.tune.promise import ACCEPTED, minutes_for
 from lightning_turbo.tune.search import Search
 
 __all__ = ["as_text", "changed_lines", "make_results", "write_results", "yaml_text"]
 
-SEVERITY = ("same bits", "rounding", "other maths")
 BUSY = 0.1  # cores used by other programs that are worth reporting
 SHOWN = 0.02  # share of a step from which on a phase is named
 
@@ -45,9 +45,7 @@ def make_results(search: Search, command: Sequence[str], other_cores: float | No
         "epoch": None
         if look is None or look.period is None
         else {"seconds": look.seconds, "batches": look.period, "with_validation": look.is_seen},
-        "candidates": [
-            {"name": name, "why": trial.why, "result": trial.candidate.result} for name, trial in trials.items()
-        ],
+        "candidates": [{"name": name, "why": trial.why, "result": trial.result} for name, trial in trials.items()],
         "promise": {
             "settings": list(promise.names),
             "of": None if stretch is None else ("epochs" if stretch.is_whole else "steps"),
@@ -67,8 +65,8 @@ def _settings(search: Search) -> Settings:
 
 def _result(search: Search) -> str:
     """Return the largest effect on the results that one of the chosen settings may have."""
-    results = [search.trials[name].candidate.result for name in search.chosen]
-    return max(results, key=SEVERITY.index, default="same bits")
+    results = [search.trials[name].result for name in search.chosen]
+    return max(results, key=get_args(Result).index, default="same bits")
 
 
 def _verdict(search: Search) -> str:
@@ -80,9 +78,19 @@ def _verdict(search: Search) -> str:
     if len(promise.logs) >= ACCEPTED:
         return f"nothing is recommended: {promise} with {' + '.join(promise.names)}"
     if search.interrupted or search.untried:
-        before = "any setting was tried" if search.look is None else "anything could be promised"
-        return f"nothing is recommended: {search.why_ended} before {before}"
+        return f"nothing is recommended: {search.why_ended} before {_before(search)}"
     return "nothing helps here"
+
+
+def _before(search: Search) -> str:
+    """Return what there was no time for, and how there would be."""
+    if search.look is None:
+        return "any setting was tried"
+    needed = math.ceil(minutes_for(search.look, search.ahead, search.runner.start))
+    return (
+        f"anything could be promised. Take longer (a promise of {search.ahead.what} needs --minutes {needed} or more), "
+        "or try some settings alone (--only)"
+    )
 
 
 def _describe_step(look: Look | None) -> str:

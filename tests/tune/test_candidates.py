@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_turbo.errors import TurboError
-from lightning_turbo.tune.candidates import NEEDS, Look, combine, list_candidates, saving, select, why_not
+from lightning_turbo.tune.candidates import NEEDS, Look, combine, list_candidates, result_of, saving, select, why_not
 
 TABLE = {each.name: each for each in list_candidates(2)}
 PHASES = {"data": 0.1, "copy": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 1.0, "hooks": 0.5, "logging": 0.4}
@@ -92,3 +92,16 @@ def test_names_of_candidates_are_checked():
     assert select(table) == table
     with pytest.raises(TurboError, match="'prefetsch' names no candidate; expected some of workers-1, "):
         select(table, ["O1", "prefetsch"])
+
+
+@pytest.mark.parametrize(("name", "draws", "result"), [
+    ("workers-1", False, "same bits"),
+    ("workers-1", True, "other maths"),
+    ("workers-1", None, "same bits if loading draws nothing"),
+    ("workers-2-omp-1", None, "rounding"),
+    ("workers-2-persistent", None, "other maths"),
+    ("prefetch-threads", True, "same bits"),
+    ("lean", None, "same bits"),
+])  # fmt: skip
+def test_a_change_of_worker_processes_has_other_random_numbers_where_loading_draws(name, draws, result):
+    assert result_of(TABLE[name], look(draws=draws)) == result

@@ -208,7 +208,19 @@ def test_whole_epochs_are_trained_with_their_validation(monkeypatch):
     assert [each for each in trained() if "-" in each] == ["validated-8"] * 2, "all batches of it"
 
 
-SEEN = {"phases", "device", "lacks", "accumulate", "workers", "batches", "period", "seconds", "is_seen", "trained"}
+SEEN = {
+    "phases",
+    "device",
+    "lacks",
+    "accumulate",
+    "workers",
+    "draws",
+    "batches",
+    "period",
+    "seconds",
+    "is_seen",
+    "trained",
+}
 
 
 @pytest.fixture
@@ -248,6 +260,15 @@ def test_a_look_finds_when_training_and_validation_repeat_themselves(arguments, 
 def test_a_look_finds_the_length_of_an_epoch_that_lightning_does_not_know(length, batches, monkeypatch):
     found = run(monkeypatch, look=3.0, lengths=[length])
     assert (found["batches"], found["period"], found["is_seen"]) == (batches, batches, batches is not None)
+
+
+DRAWS = "collate_fn=lambda rows: (torch.rand(1), torch.utils.data.default_collate(rows))[1]"
+
+
+@pytest.mark.parametrize(("more", "draws"), [("", False), (DRAWS, True)])
+def test_a_look_sees_whether_loading_draws_random_numbers(more, draws, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", SCRIPT.replace("% 4), 4)", f"% 4), 4, {more})"))
+    assert run(monkeypatch, look=3.0)["draws"] is draws
 
 
 def test_a_look_comes_before_that_of_the_scripts_own_doctor(longer, monkeypatch):

@@ -53,8 +53,10 @@ def test_the_promise_is_of_whole_epochs_if_there_is_time_for_enough_pairs(found,
 
 @pytest.mark.parametrize(("found", "words"), [
     (look(is_seen=True), r"A whole epoch with its validation takes about 1\.00 s \(100 batches\): .* whole epochs\."),
-    (look(0.01, 2000, 20.0, is_seen=True), r"20\.0 s .* stretches of 750 steps, as 4 minutes .* need --minutes 7\."),
+    (look(0.01, 2000, 20.0, is_seen=True), r"20\.0 s .* of 750 steps, as 4 minutes .* whole epochs need --minutes 7\."),
     (look(0.01, 2000, 20.0), "A whole epoch without its validation, which was not seen, takes about 20.0 s"),
+    (look(10.0, 20, 200.0), r"4 minutes may not be enough to promise anything; whole epochs need --minutes 55\."),
+    (look(10.0, 2000, 2e4), "promise anything; stretches of 100 equal steps need --minutes 268, whole epochs need"),
     (UNKNOWN, "does not know how many batches an epoch has, and none ended so far: .* stretches of 750 steps"),
 ])  # fmt: skip
 def test_at_the_start_it_is_said_what_a_whole_epoch_needs(found, words):

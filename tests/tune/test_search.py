@@ -188,7 +188,7 @@ def test_epochs_that_do_not_fit_are_promised_by_equal_stretches():
     assert made.chosen == ("lean",)
     assert not made.promise.stretch.is_whole
     assert 100 <= made.promise.stretch.steps < 10_000
-    assert "those need --minutes 28." in said[0]
+    assert "whole epochs need --minutes 28." in said[0]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 5])

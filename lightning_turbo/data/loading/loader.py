@@ -30,7 +30,7 @@ from lightning_turbo.data.loading.state import (
 )
 from lightning_turbo.data.loading.streams import has_exact_state, warn_of_lost_samples
 from lightning_turbo.data.loading.subclass import blank, copy_loader, make_class, merge_signatures, refuse_added
-from lightning_turbo.data.loading.threads import ThreadedDataset
+from lightning_turbo.data.loading.threads import Draws, ThreadedDataset
 from lightning_turbo.data.loading.torch_side import SmallTensors, end_workers, length_of, preload
 from lightning_turbo.data.loading.whole_batches import WholeBatches, as_it_is, has_whole_batches, is_quiet
 from lightning_turbo.data.sample_seeds import SeededCollate, SeededDataset, check_seed, check_seeds, loads_batches
@@ -63,7 +63,8 @@ class PrefetchLoader(DataLoader[T]):
             8 serves loads of uneven duration; less saves memory. Worker processes have ``prefetch_factor``.
         threads: How many threads load the samples of a batch at the same time, 1 or more: in this process, or in each
             worker process. For loads that wait, or compute outside the GIL, and a dataset whose ``__getitem__`` may be
-            called by several threads at once. Random numbers that it draws depend on timing then.
+            called by several threads at once. If the first batch draws random numbers, one thread loads all, as their
+            numbers would depend on timing otherwise.
         transfer: What moves the batches to a device as they are returned; a ``DeviceTransfer``.
         sample_seeds: A seed from which, with the epoch and the index of a sample, all random numbers follow that are
             drawn while it is loaded; see ``seed_samples``, to which it leads. Batches are then loaded by worker
@@ -109,6 +110,7 @@ class PrefetchLoader(DataLoader[T]):
     def _begin_prefetching(self, prefetch_batches: int, threads: int, transfer: Any, sample_seeds: Any) -> None:
         self.prefetch_batches = check_count("prefetch_batches", prefetch_batches)
         self.threads = check_count("threads", threads)
+        self._draws = Draws()
         self.transfer = transfer
         self.sample_seeds = sample_seeds if sample_seeds is None else check_seed(sample_seeds, "sample_seeds")
         self._is_twin = False  # made by ``of``
@@ -331,7 +333,7 @@ class PrefetchLoader(DataLoader[T]):
         elif has_whole_batches(self):
             given = {"dataset": WholeBatches(self.dataset), "collate_fn": as_it_is}
         elif self.threads > 1:
-            self._pool = given["dataset"] = ThreadedDataset(self.dataset, self.threads)
+            self._pool = given["dataset"] = ThreadedDataset(self.dataset, self.threads, self._draws)
         if self.num_workers:
             given["worker_init_fn"] = SmallTensors(self.worker_init_fn)
         if pins:

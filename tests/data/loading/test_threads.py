@@ -1,16 +1,20 @@
 """Several threads that load the samples of a batch: as one thread would, in its errors too."""
 
 import gc
+import os
+import random
 import threading
 import time
 import traceback
+import warnings
 import weakref
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_turbo.data import PrefetchLoader
-from lightning_turbo.data.loading.threads import ThreadedDataset
+from lightning_turbo.data.loading.threads import Draws, ThreadedDataset
 from tests.data.samples import Rows, values
 from tests.leftovers import prefetch_threads
 
@@ -60,6 +64,45 @@ def test_batches_of_any_size_are_in_their_order(length, threads):
         assert values(PrefetchLoader(data, size, threads=threads)) == values(DataLoader(data, size))
 
 
+class Drawing(Dataset):
+    """A dataset whose samples draw from a global RNG or its own generator, and take different times."""
+
+    def __init__(self, kind):
+        self.generator = random if kind == "global" else random.Random(3)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        time.sleep(0.002 * (index % 3 == 0))
+        return index, self.generator.random()
+
+
+@pytest.mark.filterwarnings("ignore:threads=3 has no effect in this worker process:Warning")
+@pytest.mark.filterwarnings("ignore:Batches are loaded in the calling thread:Warning")
+@pytest.mark.parametrize("kind", ["global", "its own"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_draw_random_numbers_have_those_of_a_plain_loader(kind, workers):
+    epochs = []
+    for cls, more in ((DataLoader, {}), (PrefetchLoader, {"threads": 3})):
+        random.seed(1)
+        torch.manual_seed(1)
+        loader = cls(Drawing(kind), 4, shuffle=True, num_workers=workers, **more)
+        epochs.append([[part.tolist() for part in batch] for _ in range(2) for batch in loader])
+    assert epochs[1] == epochs[0]
+
+
+def test_a_worker_process_says_that_threads_have_no_effect_on_samples_that_draw(capfd):
+    list(PrefetchLoader(Drawing("its own"), 4, num_workers=1, threads=3, worker_init_fn=_shows_warnings))
+    said = "threads=3 has no effect in this worker process: loading draws from a random generator"
+    assert said in capfd.readouterr().err
+
+
+def _shows_warnings(worker):
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda message, *more: os.write(2, str(message).encode())
+
+
 class NoLength(Dataset):
     """A map-style dataset without a length, which the sampler knows."""
 
@@ -99,13 +142,13 @@ def test_an_error_of_a_sample_keeps_the_dataset_alive_no_longer_than_itself():
 
 def test_whoever_asks_the_dataset_of_a_worker_for_a_sample_or_its_length_gets_the_datasets_own():
     """As a worker_init_fn does, which finds this object."""
-    data = ThreadedDataset(Rows(7, lambda index: index * 2), 2)
+    data = ThreadedDataset(Rows(7, lambda index: index * 2), 2, Draws())
     assert (len(data), data[3]) == (7, 6)
 
 
 def test_a_pool_that_is_closed_in_one_of_its_threads_does_not_wait_for_itself():
     """As the collector does, which may find the pass at any line of any thread."""
-    pool = ThreadedDataset(Rows(12, lambda index: pool.close() if index == 5 else index), 2)
+    pool = ThreadedDataset(Rows(12, lambda index: pool.close() if index == 5 else index), 2, Draws())
     assert pool.__getitems__([0, 1, 2]) == [0, 1, 2]
     assert pool.__getitems__([4, 5]) == [4, None]
     assert pool.__getitems__([6, 7]) == [6, 7]
