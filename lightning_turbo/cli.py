@@ -253,7 +253,8 @@ def _pack(arguments: argparse.Namespace) -> int:
     for warning in caught:
         print(f"lightning-turbo: warning: {warning.message}", file=sys.stderr)
     with_labels = " with label volumes" if found["foreground"] else ""
-    print(f"{arguments.out}: {found['samples']} samples{with_labels}, {len(found['classes'])} classes")
+    with_classes = f", {len(found['classes'])} classes" if found["classes"] else ""
+    print(f"{arguments.out}: {found['samples']} samples{with_labels}{with_classes}")
     if found["skipped"]:
         print(f"{arguments.out}.broken.txt: {found['skipped']} files were skipped")
     return 0

@@ -104,8 +104,6 @@ class TurboParts(Strategy):
     def setup(self, trainer: Any) -> None:
         """Set up like Lightning, then add the parts of the run."""
         self._cleanup.close()  # Lightning calls no teardown after an error in on_exception
-        if self.device_prefetch and self.root_device.type != "cuda":
-            _log(f"device_prefetch has no effect on {self.root_device}.")
         super().setup(trainer)
         # Networks are compiled on their device, and optimizers are created there.
         if self.compile is not None:
