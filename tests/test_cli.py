@@ -104,7 +104,7 @@ def test_pack_of_label_volumes_beside_scans(capsys, tmp_path):
     assert capsys.readouterr().out.splitlines() == [
         "1 volumes with their label volumes:",
         "  a-t1.npy + a-t2.npy -> a-seg.npy",
-        "packed: 1 samples with label volumes, 0 classes",
+        "packed: 1 samples with label volumes",
     ]
     Path("pairs.csv").write_text("image,label\na-t1.npy,a-seg.npy\n")
     assert cli.main(["pack", "scans", "table", "--pairs", "pairs.csv"]) == 0
