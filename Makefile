@@ -12,19 +12,22 @@ WORKERS ?= 2
 # is a third of the time in which the tests are collected.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check coverage docs site unit slow gpu gpu-pretended release pairs clean
+.PHONY: demo test check style coverage docs site unit slow gpu gpu-pretended release pairs clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: check unit
+# The tests build the site, strictly as `make check` does, and look into it.
+test: style unit
 
-check: $(STAMP)
+check: style
+	$(BIN)/zensical build --clean --strict
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python scripts/overview.py --full
-	$(BIN)/zensical build --clean --strict
 
 # The site, into the folder site/.
 site: $(STAMP)

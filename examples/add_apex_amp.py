@@ -56,7 +56,7 @@ class FastDigitsData(PrefetchDataModule, DigitsData):  # +
 
 if __name__ == "__main__":
     trainer = Trainer(
-        max_epochs=8,
+        max_epochs=4,
         accumulate_grad_batches=2,
         plugins=[ApexAMP("O1")],  # +
         callbacks=[ExactAccumulation(), GradToNone()],  # +

@@ -1,5 +1,6 @@
 """Fixtures of all tests: seeds, a temporary working directory, and a check for leftovers."""
 
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_turbo.data.loading import prefetcher
@@ -21,6 +23,8 @@ from lightning_turbo.doctor import guard
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
+# Each new Trainer reads the metadata of all installed packages, which is a third of a short run.
+registry.entry_points = functools.cache(registry.entry_points)
 WRAPPERS = ("fabric", "utilities", "data.py")  # where Lightning wraps the methods of loaders
 
 

@@ -45,10 +45,11 @@ def run(code, *words, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-# Each script of the short form runs in a fork of an interpreter that has imported torch, which takes most of the time.
+# Each script of the short form runs in a fork of an interpreter that has imported what Lightning imports, which takes
+# most of the time.
 IN_FORKS = """
 import json, os, sys, tempfile
-import torch, torchmetrics
+import torch, torch._dynamo, torch.utils.tensorboard, torchmetrics
 
 children = []
 for code in json.loads(sys.argv[1]):

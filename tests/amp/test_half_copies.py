@@ -16,6 +16,7 @@ from lightning_turbo import ApexAMP, ApexGradScaler, amp
 from lightning_turbo.errors import AmpStateError, AmpUsageError
 from tests.amp.loops import initialized
 from tests.integration.regression import Regression, apart, fit, flat, layers
+from tests.tables import every_pair
 from tests.trainers import quiet_trainer
 
 # Weights that are not parameters
@@ -101,10 +102,10 @@ class Blocks(nn.Module):
         return self.last(checkpoint(part, x, use_reentrant=self.reentrant))
 
 
-@pytest.mark.parametrize("kept", [(), ("net.middle",)])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("way", ["module", "function", "whole"])
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@every_pair(
+    ("level", "way", "reentrant", "kept"),
+    ["O2", "O3"], ["module", "function", "whole"], [True, False], [(), ("net.middle",)],
+)  # fmt: skip
 def test_checkpointing_recomputes_the_same_dtypes(level, way, reentrant, kept):
     class Repeating(Regression):
         def loss(self, batch):

@@ -53,29 +53,28 @@ def test_every_name_of_lightning_exists_and_is_used():
 
 
 def test_import_is_silent_light_and_touches_no_device():
-    """Importing takes at most 50 ms after Lightning, and imports no other package; names import no optional one."""
+    """Importing imports no other module after Lightning; names import no optional package."""
     code = """
-        import json, sys, time, warnings
+        import json, sys, warnings
         import lightning.pytorch
         before = set(sys.modules)  # torchmetrics imports matplotlib if it is installed
         warnings.simplefilter("error")
-        start = time.process_time()
         import lightning_turbo
-        spent, loaded = time.process_time() - start, sorted(set(sys.modules) - before)
+        loaded = sorted(set(sys.modules) - before)
         for name in lightning_turbo.__all__:
             getattr(lightning_turbo, name)
         import torch
         heavy = [m for m in ("nvidia.dali", "matplotlib", "sklearn", "nilearn", "apex", "skimage", "PIL.Image")
                  if m in set(sys.modules) - before]
         cuda = torch.cuda.is_initialized()
-        print(json.dumps({"light": spent < 0.05, "loaded": loaded, "heavy": heavy, "cuda": cuda}))
+        print(json.dumps({"loaded": loaded, "heavy": heavy, "cuda": cuda}))
     """
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning:lightning_turbo", "-c", textwrap.dedent(code)],
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     loaded = ["lightning_turbo", "lightning_turbo._lightning", "lightning_turbo.errors"]
-    assert json.loads(done.stdout) == {"light": True, "loaded": loaded, "heavy": [], "cuda": False}
+    assert json.loads(done.stdout) == {"loaded": loaded, "heavy": [], "cuda": False}
 
 
 def test_type_checkers_are_shown_where_each_name_is():

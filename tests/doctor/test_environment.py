@@ -1,9 +1,11 @@
 """The check of the machine: without Lightning or a device, and with a line for each part."""
 
-import subprocess
+import importlib.abc
+import importlib.machinery
 import sys
 
 import pytest
+import torch
 
 from lightning_turbo import cli
 from lightning_turbo.doctor import environment
@@ -34,14 +36,36 @@ def test_each_part_of_the_environment_has_a_line(line, status, remedy):
     assert bool(line.remedy) == (status != "ok")
 
 
-def test_the_environment_check_uses_neither_lightning_nor_a_device():
-    code = (
-        "import sys, torch; from lightning_turbo.doctor import environment as e; lines = e.check();"
-        "print([n for n in ('lightning', 'pytorch_lightning', 'apex', 'nvidia.dali') if n in sys.modules],"
-        "torch.cuda.is_initialized(), {'torch', 'apex', 'DALI', 'cores'} <= {line.name for line in lines})"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
-    assert out.split("\n")[0] == "[] False True"
+UNUSED = ("lightning", "pytorch_lightning", "apex", "nvidia")
+
+
+class Refused(importlib.abc.MetaPathFinder):
+    """Refuses to import packages, which may still be looked for."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in UNUSED and name != "nvidia":
+            spec = importlib.machinery.ModuleSpec(name, self)
+            spec.loader = self
+            return spec
+        return None
+
+    def create_module(self, spec):
+        raise AssertionError(f"{spec.name} is imported")
+
+    def exec_module(self, module):
+        raise NotImplementedError
+
+
+def test_the_environment_check_uses_neither_lightning_nor_a_device(monkeypatch):
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in (*UNUSED, "lightning_turbo"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Refused(), *sys.meta_path])
+    lines = importlib.import_module("lightning_turbo.doctor.environment").check()
+    with pytest.raises(AssertionError, match="is imported"):
+        importlib.import_module("lightning")
+    assert not torch.cuda.is_initialized()
+    assert {"torch", "apex", "DALI", "cores"} <= {line.name for line in lines}
 
 
 @pytest.mark.parametrize(

@@ -24,26 +24,27 @@ def test_the_demo_measures_each_part_and_writes_all_results(tmp_path, capsys, mo
     write = patches.write_scans
     monkeypatch.setattr(patches, "write_scans", lambda folder: write(folder, count=2))
     monkeypatch.setattr(patches, "SCANS", 2)
-    status, results = run(tmp_path, "--levels", "O1", "--epochs", "4", "--seconds", "0.2")
-    assert status == 0
-    assert results["levels"]["O1"]["accuracy"] >= 0.95
-    assert len(results["levels"]["O1"]["losses"]) == 4 * 43  # 1347 samples in batches of 32
+    status, results = run(tmp_path, "--levels", "O1", "--epochs", "1", "--seconds", "0.2")
+    reached = results["levels"]["O1"]["accuracy"]
+    assert 0.2 < reached < 0.95  # the slow test below trains to the end
+    assert len(results["levels"]["O1"]["losses"]) == 43  # 1347 samples in batches of 32
     assert results["patches"]["factor"] > 1
     assert results["stops"]["ours"] == {"twice": 0, "never": 0}
     assert min(results["stops"]["stock"].values()) > 0
     assert results["boxes"]["factor"] > 0
     output = capsys.readouterr().out
     assert "of 64 samples, 0 are seen twice and 0 never" in output
-    assert "O1 9" in output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
     # The command fails if the accuracy of a level is too low, regardless of the other parts.
+    assert status == 1
+    assert f"O1: expected an accuracy of 0.95, got {reached:.3f}" in output
     for part, name in ((patches, "patches"), (stops, "stops"), (boxes, "boxes")):
         monkeypatch.setattr(part, "measure", lambda *_, name=name: results[name])
-    monkeypatch.setattr(levels, "train", lambda level, epochs, device: {"accuracy": 0.5, "losses": [1.0] * 20})
+    monkeypatch.setattr(levels, "train", lambda level, epochs, device: {"accuracy": 0.96, "losses": [1.0] * 20})
     status, _ = run(tmp_path, "--levels", "O0", "--epochs", "1", "--seconds", "0.1")
-    assert status == 1
-    assert "O0: expected an accuracy of 0.95, got 0.5" in capsys.readouterr().out
+    assert status == 0
+    assert "O0 96.0%" in capsys.readouterr().out
 
 
 def test_an_unknown_level_is_refused(capsys):

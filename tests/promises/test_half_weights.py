@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_turbo import ApexAMP, ApexGradScaler, amp
 from lightning_turbo.errors import AmpUsageError
+from tests.tables import every_pair
 from tests.trainers import quiet_trainer
 
 BF16 = torch.bfloat16
@@ -174,12 +175,13 @@ class Numbered(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])  # in training and in a Trainer's validation
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("shape", [(), (4,)])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize(
-    "write", [by_a_wider_tensor, by_an_activation, by_registering, in_place, from_an_activation, in_a_buffer_of_its_own]
+@every_pair(
+    ("write", "level", "shape", "beside", "mode"),
+    [by_a_wider_tensor, by_an_activation, by_registering, in_place, from_an_activation, in_a_buffer_of_its_own],
+    ["O2", "O3"],
+    [(), (4,)],
+    [False, True],
+    [torch.enable_grad, torch.inference_mode],  # in training and in a Trainer's validation
 )
 def test_a_count_that_calls_write_in_any_way_but_data(write, level, shape, beside, mode):
     net = nn.Sequential(nn.Linear(4, 4), Numbered(write, shape, beside))

@@ -53,9 +53,10 @@ def recording(base, hooks, who):
             module = trainer.lightning_module
             loop = trainer.fit_loop.epoch_loop
             batch = args[-1] if name.endswith(("batch_start", "batch_end")) else None
+            metrics = sorted(trainer.callback_metrics) if name.endswith("_end") else None  # which are computed then
             trainer.events.append(
                 (who, name, module._current_fx_name, trainer.global_step, loop.batch_idx, loop.total_batch_idx, batch,
-                 trainer.is_last_batch, sorted(trainer.callback_metrics), torch.is_grad_enabled())
+                 trainer.is_last_batch, metrics, torch.is_grad_enabled())
             )  # fmt: skip
             return getattr(super(cls, self), name)(*args, **kwargs)
 

@@ -48,7 +48,9 @@ EAGER = {"backend": "eager"}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("level", [None, "O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    "level", [None, *(pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O1")), "O2"]
+)
 def test_a_network_is_compiled_in_place_for_the_run(level):
     ends = []
     for compiled in (None, {"backend": "aot_eager"}):
