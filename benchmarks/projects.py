@@ -156,6 +156,7 @@ PROJECTS = {
     ),
     "gluonts": Project(
         package="gluonts",
+        distributions=("gluonts[torch]",),
         repository="awslabs/gluonts",
         license="Apache-2.0",
         trains="a feed-forward network of time series: `SimpleFeedForwardEstimator(...).train(data)`",
