@@ -23,9 +23,19 @@ from lightning_turbo.doctor import guard
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
-# Each new Trainer reads the metadata of all installed packages, which is a third of a short run.
-registry.entry_points = functools.cache(registry.entry_points)
 WRAPPERS = ("fabric", "utilities", "data.py")  # where Lightning wraps the methods of loaders
+
+_entry_points = registry.entry_points
+
+
+@functools.cache
+def _entry_points_in(path, **selected):
+    """Return the entry points of the packages in these folders."""
+    return _entry_points(**selected)
+
+
+# Each new Trainer reads the metadata of all installed packages, which is a third of a short run.
+registry.entry_points = lambda **selected: _entry_points_in(tuple(sys.path), **selected)
 
 
 def pytest_addoption(parser):
