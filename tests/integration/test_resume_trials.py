@@ -388,7 +388,7 @@ def trial(number, folder, monkeypatch):
     return stops
 
 
-@pytest.mark.parametrize("first", [0, 9])
+@pytest.mark.parametrize("first", [0, pytest.param(9, marks=pytest.mark.slow)])
 def test_random_runs_stopped_several_times_equal_uninterrupted_ones(first, tmp_path, monkeypatch):
     assert sum(trial(number, tmp_path / str(number), monkeypatch) for number in range(first, first + 3)) >= 2
 
@@ -402,7 +402,10 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("number", WHERE, ids=WHERE.values())
+# Validations of worker processes are in callbacks/test_validation_after_resume.py, too.
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n == 147)) for n in WHERE], ids=WHERE.values()
+)
 def test_a_run_that_is_stopped_where_nothing_of_a_pass_is_used(number, tmp_path, monkeypatch):
     assert trial(number, tmp_path / str(number), monkeypatch) >= 2
 

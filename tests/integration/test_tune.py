@@ -264,7 +264,7 @@ def test_the_written_configuration_runs_with_any_settings_of_the_original(names,
 
 def test_the_tune_command_finds_and_writes_an_answer(script, tmp_path, capsys):
     script(SCRIPT.replace("(32", "(128"))
-    options = ["--minutes", "0.6", "--only", "fused", "--out", "out", "train.py", "--rate", "1"]
+    options = ["--minutes", "0.2", "--only", "fused", "--out", "out", "train.py", "--rate", "1"]
     assert main(["tune", *options]) == 0
     results = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert results["command"] == ["python", "train.py", "--rate", "1"]
