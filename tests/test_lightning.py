@@ -48,9 +48,10 @@ def run(code, *words, **environment):
 # Each script of the short form runs in a fork of an interpreter that has imported what Lightning imports, which takes
 # most of the time.
 IN_FORKS = """
-import json, os, sys, tempfile
+import gc, json, os, sys, tempfile
 import torch, torch._dynamo, torch.utils.tensorboard, torchmetrics
 
+gc.freeze()
 children = []
 for code in json.loads(sys.argv[1]):
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()

@@ -208,8 +208,9 @@ WAYS = {
     """),
 }  # fmt: skip
 # Each way is gone in a fork of one interpreter. It ends as one that was started does, and has torch imported already.
+# The objects of torch are left out of its last garbage collection.
 LEAVE = """
-import _thread, json, os, signal, sys, tempfile, threading, time, torch
+import _thread, gc, json, os, signal, sys, tempfile, threading, time, torch
 from lightning_turbo.data import PrefetchLoader
 from lightning_turbo.data.loading import prefetcher
 
@@ -223,6 +224,7 @@ class Slow(torch.utils.data.Dataset):
         return torch.randn(64, 64, generator=torch.Generator().manual_seed(index)) @ torch.ones(64, 64)
 
 pause, prefetcher.MIN_SECONDS = 0.001, 0.0  # the loader gets a thread, fast as it is
+gc.freeze()
 children = []
 for settings, code in json.loads(sys.argv[1]):
     said = tempfile.TemporaryFile()
