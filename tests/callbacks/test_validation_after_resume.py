@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_turbo import ExactResume, Prefetch, PrefetchLoader
 from tests.data.samples import seeded
 from tests.integration.recording import Save, matrix
+from tests.tables import every_pair
 from tests.trainers import quiet_trainer
 from tests.versions import KNOWS_WEIGHTS_ONLY, unpickling
 
@@ -350,15 +351,15 @@ class Reloaded(pl.LightningDataModule):
         return PrefetchLoader(Rows(), 2, shuffle=True, generator=seeded(3))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"val_check_interval": 2}, {"check_val_every_n_epoch": 2}], ids=["middle", "second"]
+@every_pair(
+    ("settings", "stop", "every"),
+    [{"val_check_interval": 2}, {"check_val_every_n_epoch": 2}],
+    [(3, "on_train_batch_end"), (4, "on_train_epoch_end"), (5, "on_train_batch_end"), (6, "on_train_batch_end")],
+    [1, 2],
 )
-@pytest.mark.parametrize(("batches", "hook"), [
-    (3, "on_train_batch_end"), (4, "on_train_epoch_end"), (5, "on_train_batch_end"), (6, "on_train_batch_end"),
-])  # fmt: skip
-@pytest.mark.parametrize("every", [1, 2])
-def test_reloaded_validation_dataloaders_resume(every, batches, hook, settings, tmp_path):
-    settings |= {"reload_dataloaders_every_n_epochs": every, "num_sanity_val_steps": 2, "max_epochs": 4}
+def test_reloaded_validation_dataloaders_resume(settings, stop, every, tmp_path):
+    batches, hook = stop
+    settings = settings | {"reload_dataloaders_every_n_epochs": every, "num_sanity_val_steps": 2, "max_epochs": 4}
     nets = []
     for ckpt in (None, tmp_path / "at.ckpt"):
         pl.seed_everything(bool(ckpt), verbose=False)

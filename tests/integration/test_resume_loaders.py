@@ -22,6 +22,7 @@ from lightning_turbo.data.loading.loader import prefetching
 from lightning_turbo.errors import TurboWarning
 from tests.data.samples import Rows, Stream, seeded
 from tests.integration.recording import EACH_STRATEGY, Numbers, Save, fit, gives, matrix
+from tests.tables import every_pair
 from tests.trainers import quiet_trainer
 from tests.versions import BEGINS_ONCE, unpickling
 
@@ -266,10 +267,9 @@ def test_runs_with_other_stopping_conditions_resume(name, stops, settings, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:Prefetching has no effect on a list")
-@EACH_STRATEGY
-@pytest.mark.parametrize(("hook", "interval", "workers"), [
-    ("on_train_epoch_end", 4, 0), ("on_train_epoch_end", 2, 1), ("on_train_end", 4, 1), ("on_train_end", 2, 0),
-])  # fmt: skip
+@every_pair(
+    ("hook", "interval", "workers", "strategy"), ["on_train_epoch_end", "on_train_end"], [4, 2], [0, 1], STRATEGIES
+)
 def test_an_epoch_ended_by_max_steps_resumes_with_a_larger_max_steps(hook, interval, workers, strategy, tmp_path):
     """Ten steps end in the third epoch of four batches, right after a validation if its interval is two."""
 

@@ -121,7 +121,7 @@ def measure(names=(), look=0.0):
 def test_a_script_under_tune_keeps_what_it_saved(names, look, trained, capfd):
     assert status_of_child(lambda: measure(names, look)) == 0
     output = "".join(capfd.readouterr())
-    assert f"measured {10 if look else 0}" in output, output[-3000:]
+    assert f"measured {11 if look else 0}" in output, output[-3000:]
     assert "Traceback" not in output
     check_files(trained)
 
