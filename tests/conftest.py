@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.utilities import registry
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_turbo.data.loading import prefetcher
@@ -24,18 +23,6 @@ from lightning_turbo.doctor import guard
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.set_num_threads(1)
 WRAPPERS = ("fabric", "utilities", "data.py")  # where Lightning wraps the methods of loaders
-
-_entry_points = registry.entry_points
-
-
-@functools.cache
-def _entry_points_in(path, **selected):
-    """Return the entry points of the packages in these folders."""
-    return _entry_points(**selected)
-
-
-# Each new Trainer reads the metadata of all installed packages, which is a third of a short run.
-registry.entry_points = lambda **selected: _entry_points_in(tuple(sys.path), **selected)
 
 
 def pytest_addoption(parser):
@@ -78,9 +65,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Exclude imported objects from garbage collection, which tests run often."""
+    """Keep entry points, and exclude imported objects from garbage collection, which tests run often."""
+    for name in ("lightning.fabric.utilities.registry", "lightning_fabric.utilities.registry"):
+        if name in sys.modules:
+            keep_entry_points(sys.modules[name])
     gc.collect()
     gc.freeze()
+
+
+def keep_entry_points(registry):
+    """Read the metadata of packages once. Each new Trainer reads it, which is a third of a short run."""
+    read = registry.entry_points
+    kept = functools.cache(lambda path, **selected: read(**selected))
+    # The Doctor adds a folder with metadata to the path, for the script that it runs.
+    registry.entry_points = lambda **selected: kept(tuple(sys.path), **selected)
 
 
 def pytest_sessionfinish(session, exitstatus):

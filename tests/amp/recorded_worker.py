@@ -1,4 +1,4 @@
-"""Repeats every recorded run and writes the results to a file: ``python -m tests.amp.recorded_worker FILE``.
+"""Repeats recorded runs and writes the results to a file: ``python -m tests.amp.recorded_worker FILE CASE ...``.
 
 This needs a separate process, because oneDNN selects its kernels when torch starts. On CPUs with float16 instructions
 it selects other kernels than those of the recording, which round differently.
@@ -15,20 +15,20 @@ BELOW_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
 PLAIN_CASES = ("base_mlp_sgd_O0", "base_convbn_adam_O0", "base_conv3d_sgd_O0")
 
 
-def run_apart(file):
-    """Run this module in a process that uses the same kernels as the recording."""
+def run_apart(file, cases):
+    """Run this module in a process that uses the same kernels as the recording, and return the results of the cases."""
     environment = dict(os.environ)
     if environment.get(ISA) not in BELOW_AVX512:
         environment[ISA] = "AVX512_CORE"
     root = Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", "-m", "tests.amp.recorded_worker", str(file)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.amp.recorded_worker", str(file), *cases]
     subprocess.run(command, check=True, env=environment, cwd=root, timeout=300)
     with open(file, "rb") as handle:
         return pickle.load(handle)
 
 
-def main(file):
+def main(file, *cases):
     import torch
 
     from lightning_turbo import amp
@@ -37,7 +37,8 @@ def main(file):
 
     torch.set_num_threads(1)
     results = {"plain": {case: run_case(CASES[case], PLAIN)[1] for case in PLAIN_CASES}, "ours": {}, "naive": {}}
-    for case, row in CASES.items():
+    for case in cases:
+        row = CASES[case]
         results["ours"][case] = run_case(row, amp)[1]
         amp.shutdown()
         if row["opt_level"] in ("O2", "O3") and not row["clip_max_norm"]:
@@ -47,4 +48,4 @@ def main(file):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
