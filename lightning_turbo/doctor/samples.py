@@ -133,9 +133,7 @@ class Sampler:
         if not self._is_counting:  # a signal may arrive while another one is handled
             self._is_counting = True
             try:
-                self._count(frame)
-            except Exception:  # an error of this package's own must not reach the program
-                self.is_paused = self.lost = True
+                self._sample(frame)
             finally:
                 self._is_counting = False
 
@@ -143,7 +141,13 @@ class Sampler:
         while not self._ends.wait(EVERY):
             frame = sys._current_frames().get(self._thread)
             if frame is not None:
-                self._count(frame)
+                self._sample(frame)
+
+    def _sample(self, frame: FrameType | None) -> None:
+        try:
+            self._count(frame)
+        except Exception:  # an error of this package's own must not reach the program
+            self.is_paused = self.lost = True
 
     def _count(self, frame: FrameType | None) -> None:
         now, cpu, last = time.perf_counter(), self._cpu_time(), self._last

@@ -94,7 +94,7 @@ def test_every_command_of_a_page_is_valid(command, capsys):
         assert ended.value.code == 0
         return
     if command.startswith(f"-m {project_scripts.__name__} "):
-        assert arguments[0] in project_scripts.NAMES
+        assert arguments[0] in [program.__name__ for program in project_scripts.PROGRAMS]
         return
     asked = parse(arguments)
     for pattern in asked.only or ["*"]:
