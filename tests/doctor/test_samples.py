@@ -139,10 +139,13 @@ def test_a_signal_that_the_program_takes_meanwhile_stays_its_own():
         signal.signal(signal.SIGALRM, before)
 
 
-def test_an_error_while_sampling_does_not_reach_the_program(monkeypatch):
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_an_error_while_sampling_does_not_reach_the_program(by_thread, monkeypatch):
+    monkeypatch.setattr(samples, "_has_free_signal", lambda free=samples._has_free_signal: not by_thread and free())
     monkeypatch.setattr(samples, "kind_of", lambda file: 1 / 0)
     sampler, sums = sampled(sleeps)
     assert sampler.lost
+    assert sampler.by_thread is by_thread
     assert sums == {}
 
 
