@@ -127,12 +127,12 @@ class Candidate(Settings):
         return self.slot or self.name
 
 
-def result_of(candidate: Candidate, look: Look) -> Result:
+def result_of(candidate: Candidate, look: Look | None) -> Result:
     """Return the possible effect of a candidate on the result of a script.
 
     Each worker process draws other random numbers.
     """
-    if look.draws is False or "num_workers" not in candidate.loader:
+    if look is None or look.draws is False or "num_workers" not in candidate.loader:
         return candidate.result
     if look.draws:
         return "other maths"

@@ -11,8 +11,8 @@ from typing import Any, get_args
 from lightning_turbo._files import whole_file
 from lightning_turbo.doctor.timeline import PHASES
 from lightning_turbo.measure import count_cores, describe_machine, markdown_table, three_digits, write_json
-from lightning_turbo.tune.candidates import Look, Result, Settings, combine
-from lightning_turbo.tune.promise import ACCEPTED, minutes_for
+from lightning_turbo.tune.candidates import Look, Result, Settings, combine, result_of
+from lightning_turbo.tune.promise import ACCEPTED, minutes_for, plan
 from lightning_turbo.tune.search import Search
 
 __all__ = ["as_text", "changed_lines", "make_results", "write_results", "yaml_text"]
@@ -45,7 +45,10 @@ def make_results(search: Search, command: Sequence[str], other_cores: float | No
         "epoch": None
         if look is None or look.period is None
         else {"seconds": look.seconds, "batches": look.period, "with_validation": look.is_seen},
-        "candidates": [{"name": name, "why": trial.why, "result": trial.result} for name, trial in trials.items()],
+        "candidates": [
+            {"name": name, "why": trial.why, "result": result_of(trial.candidate, look)}
+            for name, trial in trials.items()
+        ],
         "promise": {
             "settings": list(promise.names),
             "of": None if stretch is None else ("epochs" if stretch.is_whole else "steps"),
@@ -65,7 +68,7 @@ def _settings(search: Search) -> Settings:
 
 def _result(search: Search) -> str:
     """Return the largest effect on the results that one of the chosen settings may have."""
-    results = [search.trials[name].result for name in search.chosen]
+    results = [result_of(search.trials[name].candidate, search.look) for name in search.chosen]
     return max(results, key=get_args(Result).index, default="same bits")
 
 
@@ -86,11 +89,11 @@ def _before(search: Search) -> str:
     """Return what there was no time for, and how there would be."""
     if search.look is None:
         return "any setting was tried"
-    needed = math.ceil(minutes_for(search.look, search.ahead, search.runner.start))
-    return (
-        f"anything could be promised. Take longer (a promise of {search.ahead.what} needs --minutes {needed} or more), "
-        "or try some settings alone (--only)"
-    )
+    start = search.runner.start
+    ahead = plan(search.look, search.total / 2, start)
+    needed = math.ceil(minutes_for(search.look, ahead, start))
+    least = f" (a promise of {ahead.what} needs --minutes {needed} or more)" if 60 * needed > search.total else ""
+    return f"anything could be promised. Take longer{least}, or try some settings alone (--only)"
 
 
 def _describe_step(look: Look | None) -> str:

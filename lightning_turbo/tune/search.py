@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from lightning_turbo.errors import TurboError
 from lightning_turbo.measure import InterruptedRunError, computes_in_bfloat16
-from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Look, Result, result_of, saving, why_not
+from lightning_turbo.tune.candidates import SMALL_SHARE, Candidate, Look, saving, why_not
 from lightning_turbo.tune.promise import ACCEPTED, Promise, Stretch, describe_epoch, plan, ratio_of, screening
 
 __all__ = ["Names", "Runner", "Search", "Trial"]
@@ -50,7 +50,6 @@ class Trial:
 
     candidate: Candidate
     why: str = ""  # how it ended; empty as long as it may be chosen
-    result: Result = "same bits"  # its possible effect on the result
     saving: float = 0.0  # usual share of a step; the largest is tried first
     logs: list[float] = field(default_factory=list)  # log ratio to the script as it is, in each process
 
@@ -81,15 +80,14 @@ class Search:
     def __init__(
         self, candidates: Sequence[Candidate], runner: Runner, say: Callable[[str], object] = lambda text: None
     ) -> None:
-        self.trials = {each.name: Trial(each, result=each.result) for each in candidates}
+        self.trials = {each.name: Trial(each) for each in candidates}
         self.runner = runner
         self.look: Look | None = None  # None until the script was looked at
-        self.ahead = Stretch(steps=1)  # what the promise is going to be of, from then on
         self.promise = Promise()
         self.chosen: Names = ()
         self.interrupted = False
         self._say = say
-        self._total = runner.left
+        self.total = runner.left  # seconds of the budget
 
     def run(self) -> None:
         """Search until everything is done, the budget is spent, or Ctrl-C.
@@ -110,6 +108,12 @@ class Search:
             trial.why = trial.why or self._end_of(trial)
 
     @property
+    def ahead(self) -> Stretch:
+        """What the promise is going to be of, by what the look has shown."""
+        assert self.look is not None
+        return self._plan(self.look, self.total / 2)
+
+    @property
     def untried(self) -> list[str]:
         """Names of candidates that were left out for lack of time."""
         return [each.name for each in self.trials.values() if each.why == f"not tried because {LATE}"]
@@ -124,8 +128,7 @@ class Search:
         if row["status"] != "ok":
             raise TurboError(f"the script cannot be measured: {row['reason'] or row['status']}")
         look = Look(**row["numbers"])
-        self.ahead = self._plan(look, self._total / 2)
-        self._say(describe_epoch(look, self.ahead, self._total / 60, self.runner.start))
+        self._say(describe_epoch(look, self._plan(look, self.total / 2), self.total / 60, self.runner.start))
         return look
 
     def _plan(self, look: Look, seconds: float) -> Stretch:
@@ -137,7 +140,6 @@ class Search:
         for trial in self.trials.values():
             reason = why_not(trial.candidate, look)
             trial.why = f"not tried because {reason}" if reason else ""
-            trial.result = result_of(trial.candidate, look)
             trial.saving = saving(trial.candidate, look, computes_in_half)
 
     def _screen(self, stretch: Stretch) -> None:
@@ -166,9 +168,10 @@ class Search:
     def _affordable(self) -> int:
         """Return how many processes of a screening there is time for, besides the promise."""
         assert self.look is not None
-        promise = 2 * self.ahead.pairs * (self.runner.start + self.ahead.steps * self.look.pace)
+        ahead = self.ahead
+        promise = 2 * ahead.pairs * (self.runner.start + ahead.steps * self.look.pace)
         each = self.runner.start + screening(self.look).steps * self.look.pace
-        return int((self.runner.left - min(promise, self._total / 2)) / each)
+        return int((self.runner.left - min(promise, self.total / 2)) / each)
 
     def _measure(self, together: Sequence[Names], stretch: Stretch) -> Mapping[Names, Row]:
         rows = self.runner.measure(together, stretch)
