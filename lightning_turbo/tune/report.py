@@ -12,7 +12,7 @@ from lightning_turbo._files import whole_file
 from lightning_turbo.doctor.timeline import PHASES
 from lightning_turbo.measure import count_cores, describe_machine, markdown_table, three_digits, write_json
 from lightning_turbo.tune.candidates import Look, Result, Settings, combine, result_of
-from lightning_turbo.tune.promise import ACCEPTED, minutes_for, plan
+from lightning_turbo.tune.promise import ACCEPTED, minutes_for
 from lightning_turbo.tune.search import Search
 
 __all__ = ["as_text", "changed_lines", "make_results", "write_results", "yaml_text"]
@@ -89,9 +89,8 @@ def _before(search: Search) -> str:
     """Return what there was no time for, and how there would be."""
     if search.look is None:
         return "any setting was tried"
-    start = search.runner.start
-    ahead = plan(search.look, search.total / 2, start)
-    needed = math.ceil(minutes_for(search.look, ahead, start))
+    ahead = search.ahead
+    needed = math.ceil(minutes_for(search.look, ahead, search.runner.start))
     least = f" (a promise of {ahead.what} needs --minutes {needed} or more)" if 60 * needed > search.total else ""
     return f"anything could be promised. Take longer{least}, or try some settings alone (--only)"
 
