@@ -221,7 +221,7 @@ class Session(Listener):
                 calls=self.watch.calls(),
                 retained=self.retention.find(sources),
                 anomaly=self.watch.anomaly,
-                anomaly_site=sources.setting(ANOMALY) if self.watch.anomaly else None,
+                anomaly_site=sources.setting(ANOMALY, self.fit) if self.watch.anomaly else None,
                 biases=collect.cancelled_biases(module, self.watch.biases, sources),
             ),
             timed=len(steps),

@@ -101,17 +101,17 @@ class Sources:
         found = self._find(type(root.get_submodule(owner)), rf"SELF\.{re.escape(name)}\b[^=(]*=[^=]")
         return found or (self.layer(root, owner) if owner else None)
 
-    def setting(self, name: str) -> Site | None:
+    def setting(self, name: str, caller: Site | None = None) -> Site | None:
         """Return the first line that passes or calls a setting, a regular expression, but not with ``False``.
 
-        All own files are searched, starting with those of ``objects``.
+        Searched are the files of ``objects`` and of ``caller``; if none has it, all own files, of which one must.
         """
-        files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())} - {"None"}
-        own = filter(self.owns_file, files)
-        for file in sorted(own, key=lambda file: (file not in self._first, file)):
-            if line := _find_setting("".join(linecache.getlines(file)), name):
-                return Site(file=file, line=line)
-        return None
+        near = self._first | ({caller.file} if caller else set())
+        if found := self._settings(near, name):
+            return found[0]
+        files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())}
+        found = self._settings(files, name)
+        return found[0] if len(found) == 1 else None
 
     def change(self, cls: type, name: str) -> Site | None:
         """Return the line that changes ``self.name`` outside ``__init__``: an append, an assignment, a call."""
@@ -139,6 +139,11 @@ class Sources:
     def _kind_of(self, file: str) -> str:
         kind = kind_of(file)
         return "adopted" if kind != "own" and package_of(file) in self.adopted else kind
+
+    def _settings(self, files: Iterable[str], name: str) -> list[Site]:
+        own = sorted(filter(self.owns_file, files))
+        lines = {file: _find_setting("".join(linecache.getlines(file)), name) for file in own}
+        return [Site(file=file, line=line) for file, line in lines.items() if line]
 
     def _find(self, cls: type, pattern: str, only: str = "", skip: str = "") -> Site | None:
         """Return the first matching line in the methods of an own class and its own bases.

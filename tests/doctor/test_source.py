@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_turbo.doctor.facts import Site
 from lightning_turbo.doctor.source import Sources, _find_setting
 
 INSTALLED = "/environment/site-packages/some_package/model.py"
@@ -57,6 +58,19 @@ def test_the_line_that_sets_an_option_is_found(source, line):
 
 def test_an_option_that_no_user_file_sets_has_no_line():
     assert Sources([]).setting("no_argument_" + "of_anything") is None
+
+
+def test_an_option_that_several_files_set_has_a_line_only_where_one_of_them_calls_fit(tmp_path, monkeypatch):
+    option = "an_option_" + "of_mine"
+    files = [tmp_path / f"{name}.py" for name in "ab"]
+    for file in files:
+        file.write_text(f"{option} = True\n")
+        monkeypatch.setitem(sys.modules, f"program_{file.stem}", types.SimpleNamespace(__file__=str(file)))
+    fit = Site(file=str(files[1]), line=7)
+    assert Sources([]).setting(option) is None
+    assert Sources([]).setting(option, fit) == Site(file=fit.file, line=1)
+    monkeypatch.delitem(sys.modules, "program_b")
+    assert Sources([]).setting(option).file == str(files[0])
 
 
 def test_code_without_a_file_has_no_line():

@@ -220,7 +220,9 @@ class Model(Base):
         self.words = [str(k) for k in range(20000)]  # <- slow-line
         return self.loss(batch)
 ---
-Model = Base
+class Model(Base):
+    pass
+
 TRAINER = {
     "accumulate_grad_batches": 4,  # without a line: short-window
     "detect_anomaly": True,  # <- anomaly-mode
