@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -293,12 +294,18 @@ def measure(
         during each. Where ``tune`` recommends nothing, there are no fits of that way.
     """
     fits = Fits(project, repositories, show)
-    found: dict[str, Any] = {"fits": {way: [] for way in WAYS}, "resumed": {}, "other_cores": [], **(former or {})}
-    found |= {"version": installed_version(project.package), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
-    found["commit"] = describe_machine("cpu")["commit"]
+    found: dict[str, Any] = {"fits": {way: [] for way in WAYS}, "resumed": {}, "other_cores": []}
+    found |= {"dates": [], "commits": [], "version": installed_version(project.package), **(former or {})}
+    commit = (describe_machine("cpu")["commit"] or "unknown")[:8]
+
+    def keep() -> None:
+        found["dates"] = sorted({*found["dates"], f"{datetime.now(timezone.utc):%Y-%m-%d}"})
+        found["commits"] = sorted({*found["commits"], commit})
+        save(found)
+
     if "tune" not in found:
         found["tune"] = fits.tune(minutes)
-        save(found)
+        keep()
     fits.recommended = found["tune"]["settings"]
     ways = [way for way in WAYS if way != "tune" or fits.recommended]
     for number in range(rounds):
@@ -307,11 +314,11 @@ def measure(
                 load = OtherLoad()
                 found["fits"][way].append(fits.whole(way))
                 found["other_cores"].append(load.cores())
-                save(found)
+                keep()
     for way in ways:
         if way not in found["resumed"]:
             found["resumed"][way] = fits.resumed(way, found["fits"][way][0])
-            save(found)
+            keep()
     return found
 
 
@@ -379,8 +386,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the lines of the Markdown page."""
     facts, rounds = describe_machine("cpu"), max(len(each["fits"]["stock"]) for each in results.values())
     loads = [cores for each in results.values() for cores in each["other_cores"] if cores is not None]
-    dates = sorted({each["date"] for each in results.values()})
-    commits = sorted({(each["commit"] or "unknown")[:8] for each in results.values()})
+    dates, commits = (sorted({*chain(*(each[key] for each in results.values()))}) for key in ("dates", "commits"))
     options = f"--rounds {rounds} --minutes {max(each['tune']['minutes'] for each in results.values()):g}"
     only = "" if len(results) == len(PROJECTS) else f" --only {' '.join(results)}"
     versions = [f"{name} {found}" for name in ("torch", "lightning") if (found := installed_version(name))]

@@ -46,8 +46,8 @@ RESULTS = {
     "resumed": {"stock": False, "turbo": True},
     "other_cores": [1.5, 0.5, None],
     "version": "1.2",
-    "date": "2026-11-29",
-    "commit": "0123456789abcdef",
+    "dates": ["2026-11-29"],
+    "commits": ["01234567"],
 }
 
 
@@ -143,6 +143,11 @@ def test_fits_take_turns_and_those_that_were_made_are_kept(tmp_path, monkeypatch
     assert [fit["whole"]["wall"] for fit in kept["fits"]["stock"]] == [1, 7]
     assert kept["tune"] == recommended
     assert kept["resumed"] == {"stock": False, "turbo": True, "tune": False}
+    # What nothing was added to stays that of its commit.
+    monkeypatch.setattr(projects, "describe_machine", lambda device: {"commit": "other"})
+    again = projects.measure(projects.PROJECTS["scvi-tools"], tmp_path, 2, 2, print, lambda found: None, kept)
+    assert again == kept
+    assert "other" not in again["commits"]
 
 
 def test_where_tune_recommends_nothing_no_fit_is_made_of_it(tmp_path, monkeypatch):
