@@ -113,6 +113,7 @@ class Watch(Callback):
             "digest": digest(pl_module.state_dict()),
             "steps": trainer.global_step,
             "epochs": trainer.current_epoch,
+            "strategy": type(trainer.strategy).__name__,
         }
         Path(self.task["out"]).write_text(json.dumps(found))
 

@@ -216,10 +216,12 @@ class Fits:
         return {"minutes": minutes, "settings": said["chosen"]["settings"], "verdict": said["verdict"]}
 
     def settings(self, way: str) -> Settings:
-        """Return the settings of a way beside its strategy."""
+        """Return the settings of a way."""
         if way == "tune":
             return combine(each for each in list_candidates(count_cores()) if each.name in self.recommended)
-        return Settings(callbacks={"Prefetch": {}}) if way == "turbo" else Settings()
+        # Not by PL_TRAINER_STRATEGY: a subclass of Trainer and LightningCLI do not read it.
+        turbo = Settings(strategy={"exact_resume": True}, callbacks={"Prefetch": {}})  # the strategy with its defaults
+        return turbo if way == "turbo" else Settings()
 
     def run(self, way: str, folder: Path, *, stop: int | None = None, resume: Path | None = None) -> dict[str, Any]:
         """Run a fit in a folder.
@@ -247,8 +249,7 @@ class Fits:
             "resume": None if resume is None else str(resume),
             "out": str(out),
         }
-        strategy = {"PL_TRAINER_STRATEGY": "turbo"} if way == "turbo" else {}
-        self._python("benchmarks.project_run", [json.dumps(task)], folder, **strategy, **settings.environment)
+        self._python("benchmarks.project_run", [json.dumps(task)], folder, **settings.environment)
         if not out.exists():
             raise BenchError(f"{project.package}: expected that its script calls fit; it ended without, {WAYS[way]}")
         return {} if stop is not None else json.loads(out.read_text())

@@ -64,7 +64,7 @@ def repository(tmp_path):
     commit("the second")
     own: dict = {"trainer": {"limit_train_batches": 5}, "data": {"data": public.write_words}}
     where = {"repository": "owner/theirs", "commit": first, "path": "deep/train.py"}
-    return Script(**where, **own, license="MIT", trains="nothing", setting="lean", arguments=("--rate", "1"))
+    return Script(**where, **own, license="MIT", trains="nothing", arguments=("--rate", "1"))
 
 
 @pytest.mark.parametrize("status", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -87,7 +87,7 @@ def test_a_script_is_tuned_in_its_own_folder_at_its_commit(repository, tmp_path,
     words = ["--repositories", str(tmp_path / "clones"), "--page", str(page), "--minutes", "0.5", "--only", "gan"]
     assert public.main([*words, "--out", str(tmp_path / "kept")]) == 0
     assert len(ran) == (2 if status == 0 else 1)
-    for (command, environment, text), only in zip(ran, ("lean", "lean,fused"), strict=False):
+    for (command, environment, text), only in zip(ran, (public.SETTINGS, "lean,fused"), strict=False):
         assert text == "the first"
         assert command[-3:] == ["deep/train.py", "--rate", "1"]
         assert command[command.index("--minutes") + 1] == "0.5"
