@@ -1,6 +1,7 @@
 """Whole fits of public projects: what is timed and compared, how a fit is stopped and resumed, and the page."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from benchmarks import project_run, project_scripts, projects
 from benchmarks.projects import PROJECTS, Project
 from benchmarks.suite import BenchError
+from lightning_turbo import TurboStrategy
 from lightning_turbo._lightning import Trainer
 from lightning_turbo.measure import count_cores
 from lightning_turbo.tune.candidates import Settings, list_candidates
@@ -79,7 +81,11 @@ def test_a_row_of_tune_has_its_settings_or_that_it_recommends_nothing():
 def test_each_way_has_its_settings():
     fits = projects.Fits(EXAMPLE, Path(), print, ["lean", "workers-1", "threads-1"])
     assert fits.settings("stock") == Settings()
-    assert fits.settings("turbo") == Settings(callbacks={"Prefetch": {}})
+    turbo = fits.settings("turbo")
+    assert list(turbo.callbacks) == ["Prefetch"]
+    default = inspect.signature(TurboStrategy).parameters
+    assert turbo.strategy
+    assert all(default[name].default == value for name, value in turbo.strategy.items())
     tuned = fits.settings("tune")
     assert tuned.strategy["lean"]
     assert tuned.loader == {"num_workers": 1}
