@@ -148,7 +148,7 @@ PROJECTS = {
         parts=L7IRISH,
         license="MIT",
         trains=f"a U-Net that finds clouds: `torchgeo fit --config {L7IRISH[0]}`",
-        data=f"five random Landsat scenes in GeoTIFF, by its own `l7irish/data.py`",
+        data="five random Landsat scenes in GeoTIFF, by its own `l7irish/data.py`",
         cut="scenes of 384 pixels in place of 36; batches of 8 chips of 64 pixels in place of one of 32, 15 an epoch; "
         "2 epochs",
         prepare=("l7irish",),
