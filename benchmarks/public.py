@@ -42,7 +42,7 @@ COLUMNS = (
     "Width",
     "Kept",
 )
-SETTINGS = "lean,fused,workers-2-omp-1,bf16-mixed"
+SETTINGS = "lean,fused,workers-*-omp-*,bf16-mixed"
 WIDEST = 0.15  # width of a useful interval, as a fraction of the factor
 SOURCES = ("Script", "Trains", "From", "Commit", "License", "Made small by")
 GENERATOR = np.random.default_rng(0)

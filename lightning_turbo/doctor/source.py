@@ -109,7 +109,7 @@ class Sources:
         near = self._first | ({caller.file} if caller else set())
         if found := self._settings(near, name):
             return found[0]
-        files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())}
+        files = {str(getattr(each, "__file__", None)) for each in list(sys.modules.values())} - {"None"}
         found = self._settings(files, name)
         return found[0] if len(found) == 1 else None
 
