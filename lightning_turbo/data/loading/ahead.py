@@ -32,6 +32,9 @@ __all__ = [
 
 # Seconds. How long a load or a fork waits for dataset code that runs in another thread.
 LOCK_TIMEOUT = 30.0
+# The states of the global RNGs are compared after each so many batches: to read and compare them costs half a
+# millisecond in a thread that has slept before.
+WATCHED = 8
 # Seconds. How long close() waits for the batch that the thread is loading.
 PATIENCE = 20.0
 
@@ -171,15 +174,15 @@ class Ahead:
 
     A ``PrefetchIterator`` starts one when loading is slow and draws no random numbers. The thread ends with the source,
     after an error (its traceback may keep the iterator, which would end it otherwise), after ``limit`` batches, on
-    ``close``, and after a batch during which a global RNG has changed: whoever drew, the dataset or the step, their
-    numbers depend on timing from then on. Always: at most ``depth + 1`` batches are loaded and not returned yet, in
-    order; it does not refer to the iterator.
+    ``close``, and ``WATCHED`` batches after a global RNG has changed at the latest: whoever drew, the dataset or the
+    step, their numbers depend on timing from then on. Always: at most ``depth + 1`` batches are loaded and not returned
+    yet, in order; it does not refer to the iterator.
 
     Args:
         load: Loads one batch, and returns its errors as part of the item.
         depth: How many batches are kept ready, 1 or more.
         limit: How many batches are loaded at most.
-        watches: Whether the states of the global RNGs are compared after each batch.
+        watches: Whether the states of the global RNGs are compared.
     """
 
     def __init__(self, load: Callable[[], Item], depth: int, limit: float, watches: bool) -> None:
@@ -219,9 +222,11 @@ class Ahead:
                 item = load()
                 loaded += 1
                 add_thread_note(item.error)
-                item = item._replace(changed=self._changes())
+                is_last = item.error is not None or loaded == limit
+                if is_last or loaded % WATCHED == 0:
+                    item = item._replace(changed=self._changes())
                 box = [item]
-                is_last = bool(item.error is not None or item.changed)
+                is_last = is_last or bool(item.changed)
                 del item  # the box has it now, which ``get`` empties
                 yield box
                 if is_last:

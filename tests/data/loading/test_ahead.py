@@ -216,7 +216,7 @@ def test_a_draw_beside_a_thread_ends_it_with_a_warning_that_names_the_generator_
             DRAW[name]()
         return index
 
-    loader = PrefetchLoader(Rows(24, load), batch_size=1, prefetch_batches=2)
+    loader = PrefetchLoader(Rows(32, load), batch_size=1, prefetch_batches=2)
 
     def run():
         for batch in loader:
@@ -227,12 +227,12 @@ def test_a_draw_beside_a_thread_ends_it_with_a_warning_that_names_the_generator_
     seen = []
     with pytest.warns(TurboWarning, match=f"global RNG of {name} changed .*at the latest with batch ") as told:
         run()
-    assert seen == [[n] for n in range(24)]
+    assert seen == [[n] for n in range(32)]
     number = int(str(told[0].message).partition("with batch ")[2].partition(":")[0])
-    assert 8 <= number <= 13
+    assert 8 <= number <= 13 + ahead.WATCHED
     assert loaders[:LOOKED_AT] == [True] * LOOKED_AT
     assert not all(loaders[LOOKED_AT:10])
-    assert all(loaders[14:])
+    assert all(loaders[14 + ahead.WATCHED :])
     seen.clear()
     loaders.clear()
     run()  # the next epoch has no thread; a second warning would be an error
