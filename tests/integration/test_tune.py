@@ -264,9 +264,12 @@ def test_the_written_configuration_runs_with_any_settings_of_the_original(names,
 
 def test_the_tune_command_finds_and_writes_an_answer(script, tmp_path, capsys):
     script(SCRIPT.replace("(32", "(128"))
-    options = ["--minutes", "0.2", "--only", "fused", "--out", "out", "train.py", "--rate", "1"]
-    assert main(["tune", *options]) == 0
-    results = json.loads((tmp_path / "out" / "tune.json").read_text())
+    options = ["--only", "fused", "--out", "out", "train.py", "--rate", "1"]
+    for minutes in ("0.2", "1"):  # where other programs run, the first process may not be ready after 12 seconds
+        assert main(["tune", "--minutes", minutes, *options]) == 0
+        results = json.loads((tmp_path / "out" / "tune.json").read_text())
+        if results["step"] is not None:
+            break
     assert results["command"] == ["python", "train.py", "--rate", "1"]
     (row,) = results["candidates"]
     assert set(row) == {"name", "why", "result"}
