@@ -410,7 +410,14 @@ def _metrics(trainer: Any) -> dict[str, Any]:
         if loop._num_ready_batches_reached() and epochs.processed < epochs.started:
             # What its steps logged for the whole epoch, which Lightning adds after the hooks of its validation.
             values.update(loop._results.metrics(on_step=False)["callback"])
-    return {name: value.detach().cpu() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return {name: _plain(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Return a value without the class that a library gave it, as MONAI its ``MetaTensor``: torch loads none safely."""
+    value = value.detach().cpu()
+    # A wrapper, such as DTensor, is no tensor without its class.
+    return value if hasattr(type(value), "__tensor_flatten__") else value.as_subclass(torch.Tensor)
 
 
 def _plateaus_wait(trainer: Any, due: bool) -> bool:

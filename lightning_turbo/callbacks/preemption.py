@@ -235,7 +235,9 @@ class Preemption(Callback):
                 self._shared.requeue = before if callable(before) else None
                 signal.signal(number, self._shared.receive_requeue)
             else:
-                self._shared.program[number] = program.get(number)
+                # Python's own of Ctrl-C is none of the program's.
+                own = program.get(number)
+                self._shared.program[number] = None if own is signal.default_int_handler else own
                 signal.signal(number, self._shared.receive)
             self._cleanup.callback(_put_back, number, self._shared, before)
 

@@ -267,6 +267,24 @@ def test_metrics_of_before_a_resume_can_be_asked_for(callback, tmp_path):
     assert go(ckpt=path) == whole[6:]
 
 
+class Labeled(torch.Tensor):
+    """A tensor of a library's own class, as MONAI's ``MetaTensor``."""
+
+
+def test_a_metric_of_a_librarys_own_class_is_saved_as_a_plain_tensor(tmp_path):
+    class Logs(Monitored):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx).as_subclass(Labeled)
+            self.log("train_loss", loss)
+            assert type(self.trainer.callback_metrics["train_loss"]) is Labeled
+            return loss
+
+    path = tmp_path / "at.ckpt"
+    trainer = quiet_trainer(callbacks=[ExactResume(), Save(path, 6)], max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(Logs(), *[PrefetchLoader(Rows(8, noisy), 2) for _ in range(2)])
+    torch.load(path, weights_only=True)
+
+
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
 @pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"])
 @pytest.mark.parametrize("batches", [2, 4, 6])

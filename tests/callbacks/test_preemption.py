@@ -112,6 +112,16 @@ def test_preemption_saves_next_to_other_checkpoints_and_waits_for_background_sav
     assert torch.load(path, weights_only=False)["global_step"] == 4
 
 
+def test_ctrl_c_ends_as_other_signals_do_where_it_is_one_of_them(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as end:
+            fit(tmp_path, Preemption(signals=("SIGINT",)), SendsSignal(2, number=signal.SIGINT))
+        assert end.value.code == Preemption.EXIT_STATUS
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_existing_signal_handler_is_called_and_restored(tmp_path):
     received = []
     before = signal.signal(signal.SIGUSR1, lambda *_: received.append("own"))
