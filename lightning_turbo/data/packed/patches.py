@@ -248,7 +248,8 @@ class _Volumes:
                 expect(self._axes <= len(shape) <= self._axes + 1, title, shape, what)
                 expect(shape[-self._axes :] == lengths, title, shape, f"the shape {lengths} of {self.cut[0]}")
                 channels = self.channels[name]
-                expect(self._channels(name, scan) == channels, title, shape, f"{channels} channels like the first scan")
+                what = f"{channels} channels like the first scan, before the {self._axes} axes of patch"
+                expect(self._channels(name, scan) == channels, title, shape, what)
             fits = least is None or all(map(operator.le, least, lengths))
             expect(fits, f"patch for {file}", least, f"a size of at most {lengths}, or pad= with a number")
 
@@ -309,6 +310,8 @@ def _rows_of(scans: Any, total: int) -> list[int]:
     what = "integers, the rows of scans, such as np.flatnonzero(mask)"
     expect(rows.ndim == 1 and (not rows.size or rows.dtype.kind in "iu"), "scans", scans, what, TypeError)
     expect(rows.size, "scans", scans, "at least one row")
+    outside = [row for row in rows.tolist() if not -total <= row < total]
+    expect(not outside, "scans", outside[:1], f"rows of the {total} scans of the folder", IndexError)
     return [range(total)[row] for row in rows.tolist()]
 
 

@@ -183,7 +183,7 @@ def test_files_are_named(tmp_path):
         pack_folder(tmp_path / "in", tmp_path / "out", overwrite=True)
         return tmp_path / "out"
 
-    with pytest.raises(ValueError, match=r"volumes of 'b.npy': expected 1 channels .*, got \(2, 3, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"volumes of 'b.npy': expected 1 channels .*, before the 3 axes of patch, got \(2, 3, 4, 4\)"):
         PatchDataset(packed("a", "b"), (2, 2, 2))
     with pytest.raises(ValueError, match=r"volumes of 'c.npy': expected 3 axes, or channels and 3 axes, got \(4, 4\)"):
         PatchDataset(packed("a", "c"), (2, 2, 2))
@@ -214,7 +214,7 @@ def test_files_are_named(tmp_path):
         ({"scans": [0.5]}, TypeError, "scans: expected integers, the rows of scans"),
         ({"scans": 3}, TypeError, "scans: expected integers, the rows of scans"),
         ({"scans": []}, ValueError, "scans: expected at least one row"),
-        ({"scans": [4]}, IndexError, "range"),
+        ({"scans": [0, 4]}, IndexError, r"scans: expected rows of the 4 scans of the folder, got \[4\]"),
         ({"keys": ["mask"]}, KeyError, "keys: expected some of"),
         ({"transform": 3}, TypeError, "transform=3"),
         ({"source": np.zeros(3)}, TypeError, "source: expected a folder written by"),
