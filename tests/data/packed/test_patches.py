@@ -183,7 +183,9 @@ def test_files_are_named(tmp_path):
         pack_folder(tmp_path / "in", tmp_path / "out", overwrite=True)
         return tmp_path / "out"
 
-    with pytest.raises(ValueError, match=r"volumes of 'b.npy': expected 1 channels .*, before the 3 axes of patch, got \(2, 3, 4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"volumes of 'b.npy': expected 1 channels .* the 3 axes of patch, got \(2, 3, 4, 4\)"
+    ):
         PatchDataset(packed("a", "b"), (2, 2, 2))
     with pytest.raises(ValueError, match=r"volumes of 'c.npy': expected 3 axes, or channels and 3 axes, got \(4, 4\)"):
         PatchDataset(packed("a", "c"), (2, 2, 2))
