@@ -91,4 +91,5 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: tuple[int, torch.dtype | None]) -> Any:
         number, dtype = pid
         storage = self._copies[number].untyped_storage()
-        return storage if dtype is None else TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        # As torch.load does: tensors of newer dtypes, such as float8, name no dtype here and expect bytes.
+        return TypedStorage(wrap_storage=storage, dtype=dtype or torch.uint8, _internal=True)

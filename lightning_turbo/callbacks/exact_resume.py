@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_turbo._checks import is_whole
 from lightning_turbo._distributed import data_rank_and_size, error_under_way, gather_for_checkpoint, rank_and_size
 from lightning_turbo._lightning import (
     Callback,
@@ -26,6 +27,7 @@ from lightning_turbo._lightning import (
     rank_zero_warn,
     set_sampler_epoch,
 )
+from lightning_turbo._plain import plain
 from lightning_turbo._random import (
     generator_state,
     generators_in,
@@ -160,7 +162,7 @@ class ExactResume(Callback):
         self._is_searching = _is_starting(trainer) and not self._is_training
         fit = checkpoint["loops"]["fit_loop"]
         has_begun = trainer.current_epoch == self._first_epoch
-        own = _state_of_rank(trainer, _place_of(trainer, fit), fit, has_begun)
+        own = plain(_state_of_rank(trainer, _place_of(trainer, fit), fit, has_begun))
         own["begun"] = self._begun if has_begun and not _is_taken(trainer.fit_loop) else None
         if self._restored is not None and self._restored.validation["due"]:
             own["validation"] = self._restored.validation
@@ -308,11 +310,16 @@ def _state_of_rank(trainer: Any, place: Place, fit: dict[str, Any], has_begun: b
         "plateaus": _plateaus_wait(trainer, validation["due"]),
         "has_begun": has_begun,
         "loaders": _states_of_loaders(loop, unused, has_begun),
-        "batch_sizes": [getattr(each, "batch_size", None) or 1 for each in loaders],
+        "batch_sizes": [_batch_size_of(each) for each in loaders],
         "generators": [list(map(generator_state, _generators_of(each))) for each in loaders],
         "exhausted": list(getattr(getattr(loop._combined_loader, "_iterator", None), "_consumed", ())),
         "validation": validation,
     }
+
+
+def _batch_size_of(loader: Any) -> int:
+    size = getattr(loader, "batch_size", None)
+    return size if is_whole(size, 1) else 1
 
 
 def _loaders(loop: Any) -> list[Any]:
@@ -410,14 +417,7 @@ def _metrics(trainer: Any) -> dict[str, Any]:
         if loop._num_ready_batches_reached() and epochs.processed < epochs.started:
             # What its steps logged for the whole epoch, which Lightning adds after the hooks of its validation.
             values.update(loop._results.metrics(on_step=False)["callback"])
-    return {name: _plain(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    """Return a value without the class that a library gave it, as MONAI its ``MetaTensor``: torch loads none safely."""
-    value = value.detach().cpu()
-    # A wrapper, such as DTensor, is no tensor without its class.
-    return value if hasattr(type(value), "__tensor_flatten__") else value.as_subclass(torch.Tensor)
+    return {name: value.detach().cpu() for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _plateaus_wait(trainer: Any, due: bool) -> bool:

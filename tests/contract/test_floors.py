@@ -17,7 +17,7 @@ ROOT = Path(lightning_turbo.__file__).parent
 FLOORS = (
     (
         *("errors", "_checks", "_distributed", "_files", "_host_copy", "_lightning", "_machine"),
-        *("_optional", "_pytree", "_random", "_replaced", "_trainer"),
+        *("_optional", "_plain", "_pytree", "_random", "_replaced", "_trainer"),
     ),
     ("amp", "data", "measure", "nn", "optim"),
     (

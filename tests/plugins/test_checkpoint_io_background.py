@@ -171,3 +171,13 @@ def test_a_host_copy_is_read_after_the_device_finished_it():
     event = SimpleNamespace(synchronize=lambda: made.append("copied"))
     with HostCopier()._lent([], [event, event], pickle.dumps({"step": 3})) as copied:
         assert (copied, made) == ({"step": 3}, ["copied"] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.bfloat16, torch.int64])
+def test_a_host_copy_has_tensors_of_every_dtype_and_what_they_share(dtype, tmp_path):
+    whole = torch.arange(6, dtype=torch.int64).to(dtype)
+    with HostCopier().copy({"whole": whole, "part": whole[2:]}) as copied:
+        torch.save(copied, tmp_path / "copy.pt")
+    loaded = torch.load(tmp_path / "copy.pt", weights_only=True)
+    assert torch.equal(loaded["whole"].float(), whole.float())
+    assert loaded["part"].untyped_storage().data_ptr() == loaded["whole"].untyped_storage().data_ptr()

@@ -163,7 +163,7 @@ class Digests:
     """
 
     def __init__(self, ahead: int) -> None:
-        self._latest: deque[int] = deque([0], maxlen=ahead + 4)
+        self._latest: deque[int] = deque([0], maxlen=int(ahead) + 4)
         self._count = 0
 
     def pass_on(self, entries: Iterator[Any]) -> Iterator[Any]:

@@ -235,6 +235,11 @@ def test_threads_that_cannot_be_used_are_told_of_once(make, why):
         assert [flat(batch) for batch in loader] == first == [flat(batch) for batch in make()]
 
 
+def test_numbers_of_numpy_are_numbers():
+    loader = PrefetchLoader(Rows(6), 2, num_workers=np.int64(1), prefetch_factor=np.int64(2))
+    assert values(loader) == values(DataLoader(Rows(6), 2))
+
+
 def test_it_is_a_dataloader_with_its_constructor():
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (PrefetchLoader, DataLoader))
     added = {"prefetch_batches", "threads", "transfer", "sample_seeds"}
