@@ -10,7 +10,6 @@ import torch
 __all__ = ["plain"]
 
 _CONTAINERS = (dict, list, tuple, set)
-_VALUES = (int, float, str)
 
 
 def plain(value: Any) -> Any:
@@ -31,7 +30,8 @@ def plain(value: Any) -> Any:
         # A wrapper, such as DTensor, is no tensor without its class.
         is_wrapper = hasattr(kind, "__tensor_flatten__")
         return value if kind is torch.Tensor or is_wrapper else value.detach().as_subclass(torch.Tensor)
-    for base in _VALUES:
-        if isinstance(value, base) and kind not in (base, bool):
-            return base.__str__(value) if base is str else base(value)
+    if isinstance(value, str):
+        return str.__str__(value)  # an enum has a str() of its own
+    if isinstance(value, (int, float)) and kind is not bool:
+        return (int if isinstance(value, int) else float)(value)
     return value
