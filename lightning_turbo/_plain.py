@@ -9,8 +9,6 @@ import torch
 
 __all__ = ["plain"]
 
-_CONTAINERS = (dict, list, tuple, set)
-
 
 def plain(value: Any) -> Any:
     """Return a value with the types of Python and torch in place of classes that others made of them.
@@ -22,7 +20,7 @@ def plain(value: Any) -> Any:
     kind = type(value)
     if kind is dict:
         return {plain(key): plain(each) for key, each in value.items()}
-    if kind in _CONTAINERS:
+    if kind in (list, tuple, set):
         return kind(map(plain, value))
     if isinstance(value, np.generic):
         return value.item()
