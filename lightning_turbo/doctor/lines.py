@@ -17,8 +17,9 @@ SHOWN = 3
 """Lines of one function that are named."""
 OWN_SHARE = 0.1
 """Share of a function's time from which one of its lines is named."""
-WAITS = 0.1
-"""A line waits if the thread that runs it computes for a smaller share of its time."""
+WAITS = 0.2
+"""A line waits if the thread that runs it computes for a smaller share of its time. What the samples themselves compute
+is a part of that: 0.04 of a line that sleeps on a quick machine, and more than 0.1 on a slow one."""
 ENOUGH = 0.02
 """Seconds of samples in ``self.log`` from which its share of a phase is known."""
 MOSTLY = 0.7
