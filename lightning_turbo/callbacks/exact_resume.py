@@ -162,12 +162,12 @@ class ExactResume(Callback):
         self._is_searching = _is_starting(trainer) and not self._is_training
         fit = checkpoint["loops"]["fit_loop"]
         has_begun = trainer.current_epoch == self._first_epoch
-        own = plain(_state_of_rank(trainer, _place_of(trainer, fit), fit, has_begun))
+        own = _state_of_rank(trainer, _place_of(trainer, fit), fit, has_begun)
         own["begun"] = self._begun if has_begun and not _is_taken(trainer.fit_loop) else None
         if self._restored is not None and self._restored.validation["due"]:
             own["validation"] = self._restored.validation
         _leave_to_lightning(trainer, fit)
-        checkpoint[KEY] = gather_for_checkpoint(own, "random states and loaders' states")
+        checkpoint[KEY] = gather_for_checkpoint(plain(own), "random states and loaders' states")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the states, and write the checkpoint's counters before Lightning reads them.
